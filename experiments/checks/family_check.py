@@ -73,9 +73,9 @@ def prepared(model, dtype):
     return model
 
 
-def errors_beside_float64(family: Family, dtype, autocast=None, device: str = "cpu", seeds=(7,)) -> dict:
+def errors_beside_float64(family: Family, dtype, autocast=None, device: str = "cpu", seeds=(7,), place=None) -> dict:
     """Errors of whole rows and of the ways to share, of tokens and gradient in each batch, and of decoded logits,
-    beside those of the same weights in float64 on the host."""
+    beside those of the same weights in float64 on the host. `place` puts a model on devices, in place of `device`."""
     from rloo_memory.prefix_sharing.enabling import enable_prefix_sharing
 
     model = prepared(build(family), dtype)
@@ -85,7 +85,7 @@ def errors_beside_float64(family: Family, dtype, autocast=None, device: str = "c
         truths, decoded = [run(exact, batch(seed)) for seed in seeds], generate(exact, forced=True)
     precision = nullcontext() if autocast is None else torch.autocast(device, autocast)
     errors, logits = {}, {}
-    model.to(device)
+    model = model.to(device) if place is None else place(model)
     for shared in (False, True):
         if shared:
             enable_prefix_sharing(model)
@@ -269,7 +269,8 @@ def scored(model, inputs: dict, prompt: int, rows: slice = slice(None), **settin
 
 
 def gradient_of(model):
-    return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in model.parameters()])
+    grads = (torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters())
+    return torch.cat([grad.flatten().to(model.device) for grad in grads])
 
 
 def error(got, truth) -> float:

@@ -270,7 +270,7 @@ class SharedPrefixCache(Cache):
             source = self.sources.get(layer_idx, layer_idx)
             layers.append(self._layer(layer_idx, prefixes) if source == layer_idx else layers[source])
         super().__init__(layers=layers)
-        self._masks: dict[tuple[int, int, int], torch.Tensor] = {}
+        self._masks: dict[tuple, torch.Tensor] = {}
         self._windows: set[int | None] = set()  # of the causal masks that the model asked for
 
     def _layer(self, layer_idx: int, prefixes: list[Path]):
@@ -282,11 +282,13 @@ class SharedPrefixCache(Cache):
                 tuple(torch.cat(x) for x in zip(*[states[group] for group in stack], strict=True))
                 for stack in self._groups_of_stack
             ]
+            # A model may be spread over several devices
+            stacks, rows_of = ([x.to(states[0][0].device) for x in each] for each in (self.stacks, self.groups))
             commons = []
             for node, groups in self._groups_of_common.items():
-                rows = None if len(groups) == len(prefixes) else torch.cat([self.groups[group] for group in groups])
+                rows = None if len(groups) == len(prefixes) else torch.cat([rows_of[group] for group in groups])
                 commons.append(_Common.of(groups, rows, node.take_attention(layer_idx)))
-            layer = layer_class(stacked, self.stacks, self._groups_of_stack, self.prefix_length, commons)
+            layer = layer_class(stacked, stacks, self._groups_of_stack, self.prefix_length, commons)
         else:
             layer = LinearAttentionLayer(number_of_states)
         if number_of_states:
@@ -329,7 +331,7 @@ class SharedPrefixCache(Cache):
         # the others generated. Later each row attends behind a copy of its own.
         outputs = []
         own_states = zip(*[x.split(layer.sizes) for x in layer.read_own()], strict=True)
-        for rows, prefix, of_rows in zip(self.stacks, layer.behind_commons(), own_states, strict=True):
+        for rows, prefix, of_rows in zip(layer.stacks, layer.behind_commons(), own_states, strict=True):
             num_groups, num_rows = rows.shape
             prefix_size, num_steps = prefix[0].shape[2], of_rows[0].shape[2]
             together = attention_mask is None and num_rows * num_steps <= prefix_size
@@ -338,20 +340,20 @@ class SharedPrefixCache(Cache):
             group_query, allowed = query[rows], None  # (R * N, num_heads, 1, D)
             if together:
                 group_query = group_query.view(num_groups, num_rows, *query.shape[1::2]).transpose(1, 2)
-                allowed = self._own_alone(num_rows, prefix_size, num_steps)
+                allowed = self._own_alone(num_rows, prefix_size, num_steps, query.device)
             elif attention_mask is not None:
                 allowed = attention_mask[rows, :, :, -prefix_size - num_steps :]
             output = own.masked(module, group_query, key, value, allowed, **kwargs)
             outputs.append(output.reshape(len(rows), 1, *output.shape[2:]))
-        return torch.cat(outputs)[self.row_order]
+        return torch.cat(outputs)[self.row_order.to(query.device)]
 
-    def _own_alone(self, num_rows: int, prefix_size: int, num_steps: int) -> torch.Tensor:
+    def _own_alone(self, num_rows: int, prefix_size: int, num_steps: int, device: torch.device) -> torch.Tensor:
         # All layers of a step share the mask, or some do where others slide
-        sizes = (num_rows, prefix_size, num_steps)
+        sizes = (num_rows, prefix_size, num_steps, device)
         if sizes not in self._masks:
             if len(self._masks) == _MAX_MASKS:
                 self._masks.clear()
-            is_own = torch.eye(num_rows, dtype=torch.bool, device=self.row_order.device)
+            is_own = torch.eye(num_rows, dtype=torch.bool, device=device)
             is_own = is_own.repeat_interleave(num_steps, dim=1)
             self._masks[sizes] = nn.functional.pad(is_own, (prefix_size, 0), value=True)[None, None]
         return self._masks[sizes]

@@ -185,8 +185,9 @@ def router_sums(
 ) -> tuple[torch.Tensor, torch.Tensor, int]:
     """Terms of the load-balancing loss that add up over tokens: how often and how likely each expert is chosen."""
     top_k = backbone.config.get_text_config().num_experts_per_tok
+    layers = [x.reshape(-1, x.shape[-1]).to(router_logits[0].device) for x in router_logits]
     is_token = slice(None) if attention_mask is None else attention_mask.flatten().bool()
-    logits = torch.cat([layer_logits.reshape(-1, layer_logits.shape[-1])[is_token] for layer_logits in router_logits])
+    logits = torch.cat([layer_logits[is_token] for layer_logits in layers])
     probs = nn.functional.softmax(logits, dim=-1)
     chosen = nn.functional.one_hot(probs.topk(top_k, dim=-1).indices, probs.shape[-1])
     dtype = torch.promote_types(probs.dtype, torch.float32)  # sums of thousands have no room in half precision

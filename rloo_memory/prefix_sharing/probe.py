@@ -31,6 +31,7 @@ def _probing(model: PreTrainedModel, training: bool) -> Iterator[None]:
     start at zero, as those of adapters do, have values that show what depends on them.
     """
     device = model.get_input_embeddings().weight.device
+    devices = [x for x in {param.device for param in model.parameters()} if x.type != "cpu"]
     modes = {module: module.training for module in model.modules()}
     zeros = [param.data for param in model.parameters() if param.requires_grad and not param.any()]
     model.train(training)
@@ -38,7 +39,7 @@ def _probing(model: PreTrainedModel, training: bool) -> Iterator[None]:
         with (
             without_dropout(model),
             torch.autocast(device.type, enabled=False),  # of who calls: it would round what is compared in float32
-            torch.random.fork_rng(devices=[] if device.type == "cpu" else [device], device_type=device.type),
+            torch.random.fork_rng(devices, device_type=devices[0].type if devices else "cpu"),
         ):
             for param in zeros:
                 param.normal_(std=_PROBE_STD)
@@ -270,6 +271,7 @@ def _compare(model: PreTrainedModel, passes, prompts_alike: bool) -> float:
             f"A forward of {type(model).__name__} on a few tokens fails, with its rows whole "
             f"({type(exception).__name__}: {exception})."
         ) from exception
+    whole = whole.to(weight.device)
     in_passes = passes.forward(model.base_model, input_ids, attention_mask).last_hidden_state
     has_token = attention_mask[:, PROBE_PREFIX_LENGTH - 1 :].bool()
     whole = whole[:, PROBE_PREFIX_LENGTH - 1 :][has_token].float()

@@ -9,7 +9,7 @@ import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
@@ -102,7 +102,11 @@ class RecordPrefix:
         self.has_tokens = len(prefix.positions) > 0
         self.without_graph: set[int] = set()  # layers that ran so
         self.windows: set[int | None] = set()  # of the causal masks that an `eager` model asked for
-        self.masks: dict[int | None, torch.Tensor] = {}  # those that layers needed, by window
+        self.masks: dict[tuple, torch.Tensor] = {}  # those that layers needed, by window and device
+
+    def on(self, device: torch.device) -> "RecordPrefix":
+        """For layers on any device."""
+        return self
 
     @property
     def states(self) -> States:
@@ -138,12 +142,12 @@ class RecordPrefix:
         return own.attend(module, query, key, value, self._causal_mask(window, query), **kwargs)
 
     def _causal_mask(self, window: int | None, query: torch.Tensor) -> torch.Tensor:
-        if window not in self.masks:
+        if (window, query.device) not in self.masks:
             place = torch.arange(query.shape[2], device=query.device)
             back = place[:, None] - place
             seen = back >= 0 if window is None else (back >= 0) & (back < window)
-            self.masks[window] = _added(seen[None, None], query.dtype)
-        return self.masks[window]
+            self.masks[window, query.device] = _added(seen[None, None], query.dtype)
+        return self.masks[window, query.device]
 
 
 def _size_in_window(prefix: Path, window: int | None) -> int:
@@ -175,6 +179,7 @@ class ReadPrefix:
     without_graph: set[int] = field(default_factory=set)  # layers that ran so
     windows: set[int | None] = field(default_factory=set)  # of the causal masks that the model asked for
     masks: dict[int | None, torch.Tensor] = field(default_factory=dict)  # those that layers needed, by window
+    copies: dict[torch.device, "ReadPrefix"] = field(default_factory=dict)  # for layers on other devices
 
     @classmethod
     def of(
@@ -198,6 +203,16 @@ class ReadPrefix:
         states = States.behind(prefix, rows, columns, lengths, record)
         return cls(prefix, positions, rows, window, runs, blocks, states, record)
 
+    def on(self, device: torch.device) -> "ReadPrefix":
+        """For layers on a device, where a model is spread over several."""
+        if device == self.positions.device:
+            return self
+        if device not in self.copies:
+            positions, rows = self.positions.to(device), self.rows.to(device)
+            runs, states = replace(self.runs, starts=self.runs.starts.to(device)), self.states.on(device)
+            self.copies[device] = replace(self, positions=positions, rows=rows, runs=runs, states=states, masks={})
+        return self.copies[device]
+
     def prefix_size(self, has_window: bool) -> int:
         """Number of prefix tokens that a layer reads: with a window, those that the first of a completion sees."""
         return _size_in_window(self.prefix, self.window if has_window else None)
@@ -210,7 +225,7 @@ class ReadPrefix:
         device = self.positions.device
         zero = torch.zeros(1, 1, dtype=torch.long, device=device)
         prefix_size = self.prefix_size(has_window)
-        prefix_positions = self.prefix.path_positions[None, self.prefix.size - prefix_size :]
+        prefix_positions = self.prefix.path_positions.to(device)[None, self.prefix.size - prefix_size :]
         # Filled block by block: mask functions make several tensors of the size of what they are asked for
         allowed = torch.zeros(len(self.rows), prefix_size + max(self.blocks), dtype=torch.bool, device=device)
         of_blocks = (x.split(self.blocks) for x in (self.positions, self.rows, allowed))
@@ -356,6 +371,7 @@ def _attend(own: Attention, module: nn.Module, shared_prefix, *args, **kwargs):
         )
     if isinstance(context, ReadPrefix | RecordPrefix):
         check_graph(context.without_graph, module.layer_idx)
+        context = context.on(args[0].device)
     if own.attend is sdpa_attention_forward:
         kwargs.pop("s_aux", None)  # it does not read sinks
     return context.attend(own, module, *args, **kwargs)

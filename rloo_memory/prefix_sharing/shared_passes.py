@@ -156,7 +156,7 @@ def _run_pass(
             **kwargs,
         )
     sums = router_sums(backbone, outputs.router_logits) if "output_router_logits" in kwargs else None
-    states = outputs.last_hidden_state[0]
+    states = outputs.last_hidden_state[0].to(context.positions.device)  # the last layers may be on another one
     return states if scored is None else states[scored], sums
 
 

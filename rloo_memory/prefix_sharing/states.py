@@ -17,7 +17,7 @@ channels of a convolution, K its width.
 
 import functools
 import inspect
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -77,6 +77,11 @@ class States:
         # With a single token and a state, mixers take a path for decoding that writes in place
         shape = (len(lengths), max(2, *lengths))
         return cls(prefix, record, rows=rows, columns=columns, shape=shape)
+
+    def on(self, device: torch.device) -> "States":
+        if self.rows is None or self.columns is None:
+            return self
+        return replace(self, rows=self.rows.to(device), columns=self.columns.to(device))
 
     def _read(self, slot: tuple) -> torch.Tensor | None:
         if self.prefix is None or slot not in self.prefix.slots:  # a short convolution has no recurrent state
@@ -164,8 +169,8 @@ def _enter(name: str, mixer: nn.Module, args: tuple, kwargs: dict) -> tuple[tupl
     if context is not None:
         check_graph(context.without_graph, mixer.layer_idx)
         hidden_states = args[0] if args else kwargs.pop("hidden_states")
-        args = (context.states.to_rows(hidden_states), *args[1:])
-        kwargs[name] = context.states
+        states = context.on(hidden_states.device).states
+        args, kwargs[name] = (states.to_rows(hidden_states), *args[1:]), states
     return args, kwargs
 
 
@@ -231,4 +236,4 @@ def fork_states(
     row_order = torch.cat(groups).argsort()
     for slot in prefixes[0].nodes[-1].states_of(layer_idx):
         states = [prefix.read(slot, len(rows)) for prefix, rows in zip(prefixes, groups, strict=True)]
-        update[slot[1]](torch.cat(states)[row_order], state_idx=slot[2])
+        update[slot[1]](torch.cat(states)[row_order.to(states[0].device)], state_idx=slot[2])

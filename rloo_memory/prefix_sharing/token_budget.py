@@ -80,7 +80,7 @@ class TokenBudgetPasses:
             )
             sums = router_sums(backbone, outputs.router_logits, mask) if output_router_logits else None
             row, token = tokens
-            return outputs.last_hidden_state[row, token], sums  # the rest of a pass is not kept
+            return outputs.last_hidden_state.to(device)[row, token], sums  # the rest of a pass is not kept
 
         arguments = list(zip(inputs, masks, positions, tokens, strict=True))
         recompute = self.tokens_per_forward is not None

@@ -4,6 +4,7 @@ then on the host for its results, in the same memory (EMULATE=all), or only wher
 import atexit
 import collections
 import ctypes
+import functools
 import json
 import os
 import sys
@@ -25,7 +26,8 @@ WAITS = {  # the size of their results depends on values: they wait for the devi
 }  # fmt: skip
 # By cuDNN, which is not there, or with counts that a kernel would have left in memory: results alone
 HOST_ALONE = {"convolution", "convolution_backward", "prod", "embedding_dense_backward"}
-IN_FLOAT32 = {"native_layer_norm_backward"}  # the host wants all of one dtype, CUDA has statistics in float32
+# The host wants all of one dtype, where CUDA has statistics in float32, or does not count whole numbers
+IN_FLOAT32 = {"native_layer_norm_backward", "histc"}
 INDEXED = ("index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index")
 SMALL = 2**20  # elements
 
@@ -51,9 +53,9 @@ def host(x):
 
 
 def widened(x):
-    """On the host, floats in float32."""
+    """On the host, in float32."""
     x = host(x)
-    return x.float() if isinstance(x, torch.Tensor) and x.is_floating_point() else x
+    return x.float() if isinstance(x, torch.Tensor) else x
 
 
 def put(x, values) -> None:
@@ -61,11 +63,11 @@ def put(x, values) -> None:
         host(x).copy_(values)
 
 
-def uploaded(x):
-    """A tensor of the host in new memory of the device; anything else as it is."""
+def uploaded(device: torch.device, x):
+    """A tensor of the host in new memory of a device; anything else as it is."""
     if not isinstance(x, torch.Tensor):
         return x
-    made = torch.empty(x.shape, dtype=x.dtype, device="cuda")
+    made = torch.empty(x.shape, dtype=x.dtype, device=device)
     put(made, x)
     return made
 
@@ -99,15 +101,16 @@ class Emulation(TorchDispatchMode):
         if not any(map(is_on_device, given)) and torch.device(kwargs.get("device") or "cpu").type != "cuda":
             return func(*args, **kwargs)
         name = func.overloadpacket.__name__
+        upload = functools.partial(uploaded, next((x.device for x in given if is_on_device(x)), torch.device("cuda")))
         self.operators[name] += 1
         if name == "_local_scalar_dense":
             self.wait("item")
             return host(args[0]).item()
         if name in WAITS:
             self.wait(name)
-            return tree_map(uploaded, func(*tree_map(host, args), **tree_map(host, kwargs)))
+            return tree_map(upload, func(*tree_map(host, args), **tree_map(host, kwargs)))
         if name in HOST_ALONE and (self.values == "all" or name == "prod"):
-            return tree_map(uploaded, func(*tree_map(host, args), **tree_map(host, kwargs)))
+            return tree_map(upload, func(*tree_map(host, args), **tree_map(host, kwargs)))
         if name == "embedding_dense_backward":
             return args[0].new_empty(args[2], args[0].shape[-1])
         if name in INDEXED:
@@ -174,7 +177,7 @@ class Emulation(TorchDispatchMode):
                 continue
             self.wait("bool index")
             numbers = host(index).nonzero(as_tuple=True)
-            found += map(uploaded, numbers) if is_on_device(index) else numbers
+            found += map(functools.partial(uploaded, index.device), numbers) if is_on_device(index) else numbers
         return found
 
     def see_copy(self, name, args, kwargs) -> None:
