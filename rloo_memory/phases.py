@@ -174,8 +174,20 @@ class PhaseRecorder:
             finally:
                 self.inside = False
                 self.enter("score")
+                self.reset_at_next_forward()
 
         setattr(owner, name, marked)
+
+    def reset_at_next_forward(self) -> None:
+        """Count the phase's peak from there on: until it returns itself, who called a marked function holds the cache
+        that was filled in it."""
+        from torch.nn.modules.module import register_module_forward_pre_hook
+
+        def reset(module, args) -> None:
+            handle.remove()
+            self.high_water.reset()
+
+        handle = register_module_forward_pre_hook(reset)
 
     def begin_rollout(self) -> None:
         """A step starts where its rollout does. Several `generate` calls in a row belong to one rollout."""

@@ -10,9 +10,11 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from experiments.checks.setup_trainer import CountedHighWater
 from experiments.run_device import read_weights
 from rloo_memory.device import status_bytes
 from rloo_memory.phases import PhaseRecorder
+from rloo_memory.plan.simulation.live_bytes import LiveBytes
 
 MIB = 2**20
 
@@ -64,6 +66,24 @@ def test_a_prompt_computed_before_generate_belongs_to_generation(recorder, lora)
     rollout = ("generate", "generate", "score", "train")
     assert seen == [(step, phase) for step in (1, 2) for phase in rollout]
     assert len(recorder.rollout_starts) == 2
+
+
+def test_a_cache_that_outlives_generate_is_no_part_of_scoring(tmp_path):
+    """As prefix sharing holds it, which makes it before `generate`."""
+    recorder = PhaseRecorder(tmp_path / "phases.csv", "cpu")
+    recorder.high_water = CountedHighWater(LiveBytes())
+    policy, reference = (torch.nn.Linear(2, 2) for _ in range(2))
+    policy.generate = lambda input_ids, cache: cache.append(torch.zeros(MIB))
+    recorder.attach(policy, torch.optim.SGD(policy.parameters()))
+    with recorder.high_water.memory:
+        caches = []
+        policy.generate(torch.ones(1, 2), caches)
+        caches.clear()
+        with torch.no_grad():
+            reference(torch.ones(MIB // 8, 2))
+        policy(torch.ones(1, 2))
+    peaks = {peak.phase: peak.peak_allocated_bytes for peak in recorder.peaks}
+    assert peaks["generate"] >= 4 * MIB > 3 * MIB > peaks["score"] >= MIB
 
 
 def test_weights_are_resident_before_the_start_level(tmp_path):
