@@ -83,7 +83,8 @@ class PromptSharing:
         check_trainer(trainer)
         if tokens_per_forward is None and not prefix_sharing:
             raise ValueError(
-                "`prefix_sharing=False` without `tokens_per_forward` would change nothing. Set one of them."
+                "`prefix_sharing=False` without `tokens_per_forward` would change nothing: set that, or train without "
+                "`share_prompts`."
             )
         self.trainer = trainer
         self.settings = {"prefix_sharing": prefix_sharing, "tokens_per_forward": tokens_per_forward}

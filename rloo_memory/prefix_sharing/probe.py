@@ -192,10 +192,9 @@ def error_of_passes(model: PreTrainedModel, passes, training: bool = False, prom
     Relative error of hidden states computed in passes, with a `prefix_length` of `PROBE_PREFIX_LENGTH`, beside those
     of whole rows: the median over the tokens of a row, of the worse row, whose prompts are the same, or, if not
     `prompts_alike`, begin with `PROBE_COMMON_LENGTH` tokens alike and differ in their padding. 0 if rounding explains
-    it. In training mode, noise that passes cannot have alike is an error. A
-    model in half precision computes in float32: what its own dtype rounds away hides errors that add up in training.
-    If its attention is that of other kernels than PyTorch's, eager attention computes in their place, and then they do
-    in the model's dtype.
+    it. In training mode, noise that passes cannot have alike is an error. A model in half precision computes in
+    float32: what its own dtype rounds away hides errors that add up in training. If its attention is that of other
+    kernels than PyTorch's, eager attention computes in their place, and then they do in the model's dtype.
     """
     dtypes = {param.dtype for param in model.parameters()}
     # No backward follows. What it would need, float32 weights of all layers for one, is not kept.

@@ -93,15 +93,15 @@ class TrainerPasses:
                 check_whole_rows(each)
         self._shares_starts = self._may_go_whole = False
         if args.prefix_sharing:
-            self._shares_starts = self._is_so(shares_starts)
-            self._may_go_whole = not takes_images and self._is_so(takes_whole_rows)
+            self._shares_starts = self._agreed(shares_starts)
+            self._may_go_whole = not takes_images and self._agreed(takes_whole_rows)
             for each in self._models:
                 share_starts(each, self._shares_starts)
         self._in_one_backward = accelerator.distributed_type != DistributedType.NO
         # The completions of a prompt can be spread over several micro-batches
         self._splits_groups = args.prefix_sharing and args.per_device_train_batch_size < args.num_generations
 
-    def _is_so(self, found_in: Callable[[PreTrainedModel], bool | None]) -> bool:
+    def _agreed(self, found_in: Callable[[PreTrainedModel], bool | None]) -> bool:
         """
         What is found in all models, on all processes, that can be tried: with FSDP2, TRL divides the reference before,
         and only the main process may have the weights of the policy. Nothing is so in a kind that nobody could try.
