@@ -104,7 +104,7 @@ class TrainerPasses:
     def _agreed(self, found_in: Callable[[PreTrainedModel], bool | None]) -> bool:
         """
         What is found in all models, on all processes, that can be tried: with FSDP2, TRL divides the reference before,
-        and only the main process may have the weights of the policy. Nothing is so in a kind that nobody could try.
+        and a process may wait for weights of the first. Nothing is so in a kind that nobody could try.
         """
         for kind in dict.fromkeys(type(model.config) for model in self._models):  # FSDP2 changes a model's class
             answers = {found_in(model) for model in self._models if type(model.config) is kind}
