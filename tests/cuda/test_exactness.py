@@ -50,3 +50,10 @@ def test_errors_beside_float64_are_those_of_whole_rows(probe, families, setting)
             logs = [math.log(ratio) for ratio in ratios]
             by_chance = 2 * statistics.stdev(logs) / math.sqrt(len(logs))
             assert max(ratios) < 2 and statistics.fmean(logs) < math.log(1.05) + by_chance, (way, kind, ratios)
+
+
+def test_a_trainer_and_a_loop_share_over_two_devices(probe):
+    """In float32, with a reference that is spread, too."""
+    (found,) = probe("spread", devices=2, **INTERPRETED)
+    assert found["devices"] == ["cuda:0", "cuda:1"]
+    assert found["trained"] < 1e-3 and found["generated"] and found["alone"] < 1e-5
