@@ -18,6 +18,7 @@ from transformers import LlamaForCausalLM, LlamaForSequenceClassification
 from experiments.checks.float64 import pure_float64
 from experiments.checks.tiny_families import build, family
 from rloo_memory import log_probs, logits_of, shared_prompts
+from rloo_memory.prefix_sharing.enabling import shares_starts
 
 from .conftest import llama
 from .test_own_loops import COMPLETIONS, FAMILIES, LONG, PROMPTS, ROWS, WEIGHTS, assert_same, gradient, whole_rows
@@ -190,6 +191,7 @@ def test_a_model_scores_whose_weights_are_elsewhere():
     expected, model = log_probs(llama(), PROMPTS[0], COMPLETIONS), llama()
     cpu_offload(model, execution_device=torch.device("cpu"))
     assert model.device.type == "meta" and torch.equal(log_probs(model, PROMPTS[0], COMPLETIONS), expected)
+    assert not shares_starts(model)  # which could not be tried
 
 
 def test_a_copy_of_a_hybrid_shares_as_it_does():
