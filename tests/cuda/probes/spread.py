@@ -4,7 +4,9 @@ Prints a line of JSON: {"devices", "trained": how far from TRL's the weights hav
 whether as TRL does, "alone": relative difference of `log_probs` to whole rows}.
 """
 
+import contextlib
 import json
+import sys
 import tempfile
 
 import torch
@@ -41,9 +43,10 @@ def train(folder: str, shared: bool) -> Fixed:
         processing_class=build_tokenizer(),
         train_dataset=Dataset.from_dict({"prompt": PROMPTS}),
     )  # fmt: skip
-    if shared:
-        share_prompts(trainer)
-    trainer.train()
+    with contextlib.redirect_stdout(sys.stderr):  # what is logged
+        if shared:
+            share_prompts(trainer)
+        trainer.train()
     return trainer
 
 
