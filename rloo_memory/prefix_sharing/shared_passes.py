@@ -269,6 +269,8 @@ class _Forward:
             of_tokens = self.multimodal.of_tokens(self._first_row(branch), at_least_one(tokens.column))
             inputs = {**inputs, **images, **of_tokens}
             node, outputs = prompt_pass(self.backbone, inputs, tokens.position, self.backbone, parent, **kwargs)
+            if kwargs and len(tokens.position) > 0:
+                node.write_router(router_sums(self.backbone, outputs.router_logits))
         if missing := node.missing_layers(self.backbone.config.get_text_config()):
             raise ValueError(
                 f"Layers {missing} of {type(self.backbone).__name__} did not pass their keys and values to "
@@ -276,8 +278,6 @@ class _Forward:
                 "prompts cannot be shared. Set `prefix_sharing=False`."
             )
         unshard_in_backward(self.backbone, node.layers())
-        if kwargs and len(tokens.position) > 0:
-            node.write_router(router_sums(self.backbone, outputs.router_logits))
         self.nodes[branch] = node
         self.tree.keep(branch, node, self.rows[-1] + 1)
 

@@ -94,7 +94,7 @@ SCENARIOS = {
     "rloo two of 4 a micro-batch, lora": dict(PARTS, lora="config"),
     "rloo two of 4 a micro-batch, experts": dict(PARTS, experts=True),
     "rloo two of 4 a micro-batch, qwen3_5 class": dict(PARTS, nested="qwen3_5"),
-    "rloo two of 4 a micro-batch, offloaded": dict(PARTS, activation_offloading=True),
+    "rloo two of 4 a micro-batch, experts, offloaded": dict(PARTS, experts=True, activation_offloading=True),
     **{f"{trainer} alike, {name}": dict(trainer=trainer, alike=True, **options) for trainer, name, options in [
         ("rloo", "one prompt an update", dict()),
         ("rloo", "two prompts a batch", dict(batch=8, evaluate=True)),
