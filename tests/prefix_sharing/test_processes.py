@@ -8,6 +8,7 @@ from torch.distributed.fsdp import fully_shard
 
 from experiments.checks.tiny_families import build, family
 from rloo_memory.prefix_sharing.enabling import CannotShare, enable_prefix_sharing, shares_starts
+from rloo_memory.prefix_sharing.probe import can_be_tried
 from rloo_memory.prefix_sharing.token_budget import TokenBudgetPasses, takes_whole_rows
 from rloo_memory.prefix_sharing.trainer import TrainerPasses
 
@@ -53,6 +54,7 @@ class TestPrefixSharingProcesses:
         """TRL divides it before. Of a kind that was not tried, only equal prompts are shared."""
         reference = divided(build(family(reference)))
         policy = divided(llama()) if policy is None else build(family(policy))
+        assert takes_whole_rows(policy) is (True if can_be_tried(policy) else None)
         passes = TrainerPasses(SHARED, ONE_PROCESS, policy, reference)
         assert ("what different prompts begin with, too" in passes.what_is_shared()) == is_shared
         assert shares_starts(policy) == shares_starts(reference) == is_shared
