@@ -28,12 +28,14 @@ _FAR = 1 << 20
 def _probing(model: PreTrainedModel, training: bool) -> Iterator[None]:
     """
     Put a model into training or evaluation mode, without traces of what happens then. The trainable parameters that
-    start at zero, as those of adapters do, have values that show what depends on them.
+    have one value throughout, as some of adapters (0) and those of new norms (1), have values that show what depends
+    on them.
     """
     device = model.get_input_embeddings().weight.device
     devices = [x for x in {param.device for param in model.parameters()} if x.type != "cpu"]
     modes = {module: module.training for module in model.modules()}
-    zeros = [param.data for param in model.parameters() if param.requires_grad and not param.any()]
+    trained = (param.data for param in model.parameters() if param.requires_grad and param.numel() > 1)
+    alike = [(param, low.item()) for param in trained for low, high in [param.aminmax()] if low == high]
     model.train(training)
     try:
         with (
@@ -41,12 +43,12 @@ def _probing(model: PreTrainedModel, training: bool) -> Iterator[None]:
             torch.autocast(device.type, enabled=False),  # of who calls: it would round what is compared in float32
             torch.random.fork_rng(devices, device_type=devices[0].type if devices else "cpu"),
         ):
-            for param in zeros:
-                param.normal_(std=_PROBE_STD)
+            for param, value in alike:
+                param.normal_(value, _PROBE_STD)
             yield
     finally:
-        for param in zeros:
-            param.zero_()
+        for param, value in alike:
+            param.fill_(value)
         for module, was_training in modes.items():
             module.training = was_training
 
