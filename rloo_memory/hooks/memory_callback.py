@@ -5,8 +5,8 @@ trainer.add_callback(MemoryCallback(trainer))
 """
 
 import json
-import sys
 from dataclasses import fields
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -15,7 +15,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 
 from rloo_memory import host_allocator
 from rloo_memory.adapters import lora_settings
-from rloo_memory.device import device_name, machine_name, status_bytes
+from rloo_memory.device import cpu_name, machine_name, status_bytes
 from rloo_memory.phases import PhaseRecorder
 from rloo_memory.plan.setups import SAME_NAME
 from rloo_memory.plan.trl_settings import ALGORITHMS, config_class
@@ -55,7 +55,7 @@ def trained_settings(args, model) -> dict:
             settings[name] = value
     settings["dtype"] = str(model.dtype).removeprefix("torch.")
     for adapter in list(getattr(model, "peft_config", {}).values())[:1]:
-        settings |= lora_settings(adapter)
+        settings |= lora_settings(vars(adapter))
         if getattr(args, "disable_dropout", False):
             settings["lora_dropout"] = 0.0
     quantization = getattr(model.config, "quantization_config", None)
@@ -227,13 +227,9 @@ class MemoryCallback(transformers.TrainerCallback):
         deepspeed = self.trainer.accelerator.state.deepspeed_plugin
         zero = deepspeed.deepspeed_config["zero_optimization"] if deepspeed else {}
         # Other trainers than RLOO's and GRPO's have no `reward_funcs`
-        reward_models = [
-            f for f in getattr(self.trainer, "reward_funcs", []) if isinstance(f, transformers.PreTrainedModel)
-        ]
-        name = device_name(self.kind)
-        versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-        if "trl" in sys.modules:
-            versions["trl"] = sys.modules["trl"].__version__
+        rewards = getattr(self.trainer, "reward_funcs", [])  # trainers of other kinds have none
+        reward_models = [reward for reward in rewards if isinstance(reward, transformers.PreTrainedModel)]
+        name = torch.cuda.get_device_name() if self.cuda else cpu_name()
         devices = {
             "num_devices": args.world_size,
             "fully_sharded": sharding is not None,
@@ -248,7 +244,7 @@ class MemoryCallback(transformers.TrainerCallback):
                 "device_kind": self.kind,
                 "machine": machine_name(self.kind, name),
                 "device_name": name,
-                "versions": versions,
+                "versions": {name: version(name) for name in ("torch", "transformers", "trl")},
                 "host_allocator": "+".join(host_allocator.mapped()) or "system",
                 "device_bytes": torch.cuda.mem_get_info()[1] if self.cuda else None,
                 "peaks": self.peaks,
