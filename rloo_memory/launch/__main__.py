@@ -171,8 +171,7 @@ def build_trainer(launch, config, model, found: policy.Policy, quantization, row
 
 def train(trainer, memory, checkpoint: str | None) -> None:
     """Train and save; says what came out of it."""
-    from rloo_memory.launch.finite import Finite
-    from rloo_memory.launch.learning_rate import LearningRate
+    from rloo_memory.launch.callbacks import Finite, LearningRate
 
     began = time.monotonic()
     if checkpoint and trainer.is_world_process_zero():
