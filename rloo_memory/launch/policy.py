@@ -96,8 +96,7 @@ def check_weights(name: str, folder: Path, hf_config) -> None:
     model_class = class_of(hf_config)
     if not model_class or settings_in(hf_config):  # a class of its own, or packed weights
         return
-    sizes = sizes_in(name, folder)
-    if not sizes:
+    if not (sizes := sizes_in(name, folder)):
         return
     with quiet():  # of its table
         model, found = model_class.from_pretrained(
