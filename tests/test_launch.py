@@ -36,8 +36,6 @@ QUICK += " --predict_memory false --report_to none"
 REWARDS = """
 def good(completions, answer=None, **kwargs): return [0.0] * len(completions)
 def few(completions, **kwargs): return [1.0]
-def leaves(completions, **kwargs): raise SystemExit(0)
-def nothing(completions, **kwargs): return [float("nan")] * len(completions)
 def greedy(completions, solution, **kwargs): return []
 """
 OF_ROWS = "balanced --dataset_name rows.jsonl --reward_funcs my_rewards:good"
@@ -169,8 +167,6 @@ def test_bad_input_is_one_line_with_its_name_before_a_model_loads(here, no_model
 AFTER_LOADING = {
     "--use_peft --lora_dropout 0.1": "or for adapters `lora_dropout=0.0`",
     "--reward_funcs my_rewards:few": "the reward 'my_rewards:few' returned [1.0]; TRL expects a list of 8 finite",
-    "--reward_funcs my_rewards:nothing": "the reward 'my_rewards:nothing' returned [nan, ",
-    "--reward_funcs my_rewards:leaves": "the reward 'my_rewards:leaves' ended the program",
     "": "cannot load model 'model': model.safetensors: Error while deserializing header",  # of weights that are cut
 }
 
@@ -340,20 +336,15 @@ def test_a_training_without_any_reward_ends_in_its_first_rollout():
                 assert trainer._calculate_rewards() is rollout
 
 
-@pytest.mark.parametrize(
-    "fails, said",
-    [
-        (lambda loss: loss * math.nan, "the gradients are not finite in update 1, so no model is written: lower"),
-        (
-            lambda loss: os.write(os.open("/dev/full", os.O_WRONLY), b"a"),
-            "cannot write to out in update 1: [Errno 28]",
-        ),
-    ],
-)
-def test_gradients_that_are_not_finite_and_a_full_disk_end_a_training_in_one_line(
-    here, refused, monkeypatch, fails, said
-):
-    compute_loss = RLOOTrainer.compute_loss
+FAILING = {
+    "the gradients are not finite in update 1, so no model is written: lower": lambda loss: loss * math.nan,
+    "cannot write to out in update 1: [Errno 28]": lambda loss: os.write(os.open("/dev/full", os.O_WRONLY), b"a"),
+}
+
+
+@pytest.mark.parametrize("said", FAILING)
+def test_gradients_that_are_not_finite_and_a_full_disk_end_a_training_in_one_line(here, refused, monkeypatch, said):
+    compute_loss, fails = RLOOTrainer.compute_loss, FAILING[said]
     monkeypatch.setattr(RLOOTrainer, "compute_loss", lambda *args, **kwargs: fails(compute_loss(*args, **kwargs)))
     refused(QUICK.split(), said, "and train again" if "written" in said else "make room")
     assert not list(Path("out").glob("model*"))
