@@ -95,6 +95,7 @@ REFUSED = {
     "balanced --model_name_or_path more": ["11 are not there, such as model.layers.2.", "take the config"],
     "balanced --model_name_or_path fewer": ["11 are of layers that it has not, such as model.layers.1."],
     "balanced --model_name_or_path wider": ["have another size, such as model.layers.0.mlp.down_proj.weight"],
+    "balanced --model_name_or_path torn": ["'torn': model.safetensors.index.json: Expecting value"],
     "balanced --model_name_or_path strange": ["its model type 'strange' is none that transformers", "if the type is"],
     f"{OF_ROWS} --max_prompt_tokens 5": ["'rows.jsonl': row 2", "max_prompt_tokens 5"],
     f"{OF_ROWS} --steps_per_generation 6": ["2 in it, and 3 prompts are generated for at a time"],
@@ -132,7 +133,9 @@ def test_bad_input_is_one_line_with_its_name_before_a_model_loads(here, no_model
         Path(folder, "config.json").write_text(json.dumps(of_model | wrong))
     # Beside a single file, nobody reads an index
     Path("wider", "model.safetensors.index.json").write_text('{"weight_map": {"a": "gone.safetensors"}}')
-    shutil.copytree("model", "plain")
+    for folder in ("plain", "torn"):
+        shutil.copytree("model", folder)
+    Path("torn", "model.safetensors").rename("torn/model.safetensors.index.json").write_text("")
     Path("plain", "chat_template.jinja").unlink()
     for name, text in {"latin.jsonl": '{"prompt": "ä"}', "latin.csv": "prompt\nä"}.items():
         Path(name).write_text(text, "latin-1")

@@ -154,8 +154,8 @@ def sizes_in(name: str, folder: Path) -> dict[str, list[int]]:
     """The sizes of weights in a folder's safetensors; nothing where it has none. Raises `ConfigError`."""
     from safetensors import SafetensorError, safe_open
 
-    index, sizes = folder / "model.safetensors.index.json", {}
-    files = [folder / "model.safetensors"]
+    file = index = folder / "model.safetensors.index.json"
+    files, sizes = [folder / "model.safetensors"], {}
     try:
         if index.exists() and not files[0].exists():  # as transformers prefers them
             files = [folder / file for file in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
