@@ -121,9 +121,7 @@ class MemoryCallback(transformers.TrainerCallback):
         self.trainer, self.snapshot, self.of_launcher = trainer, snapshot, of_launcher or {}
         self.phases: PhaseRecorder | None = None
         self.seen = 0  # rows of `phases` that were logged
-        self.highest = 0  # bytes, and the phase that it was in
-        self.highest_phase: str | None = None
-        self.peaks: dict[str, int] = {}  # those of the highest step
+        self.peaks: dict[str, int] = {}  # those of the highest step, bytes
         self.completion_tokens = 0  # the longest completion, where the trainer tells
         self.lengths = None  # longest completion and prompt when memory.json was last written
         self.out_of_memory: str | None = None  # the phase that memory ran out in
@@ -140,8 +138,7 @@ class MemoryCallback(transformers.TrainerCallback):
         if resumed and own_file(args, "memory.json").exists():
             before = json.loads(own_file(args, "memory.json").read_text())
             self.peaks, self.completion_tokens = before["peaks"], before.get("completion_tokens") or 0
-            self.highest_phase = max(self.peaks, key=self.peaks.get)
-            self.highest = self.peaks[self.highest_phase]
+            self.phases.prompt_tokens += filter(None, [before.get("prompt_tokens")])
         policy = self.trainer.accelerator.unwrap_model(self.trainer.model)
         while hasattr(optimizer, "optimizer"):  # accelerate's around DeepSpeed's around torch's
             optimizer = optimizer.optimizer
@@ -183,8 +180,8 @@ class MemoryCallback(transformers.TrainerCallback):
         self.completion_tokens = max(self.completion_tokens, round(max(made)))
         lengths = (self.completion_tokens, max(self.phases.prompt_tokens, default=None))
         longer, self.lengths = lengths != self.lengths, lengths
-        if higher := highest > self.highest:
-            self.peaks, self.highest, self.highest_phase = peaks, highest, max(peaks, key=peaks.get)
+        if higher := highest > max(self.peaks.values(), default=0):
+            self.peaks = peaks
         if higher or longer:
             self._record()
         if higher and self.snapshot == "peak":
@@ -197,7 +194,7 @@ class MemoryCallback(transformers.TrainerCallback):
         phase = self.phases.phase
         self.phases.close()
         peaks = self._peaks_of_step()
-        if max(peaks.values(), default=0) > self.highest:
+        if max(peaks.values(), default=0) > max(self.peaks.values(), default=0):
             self.peaks = peaks
         self.out_of_memory = phase
         if self.peaks:
