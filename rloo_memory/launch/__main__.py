@@ -181,7 +181,10 @@ def train(trainer, memory, checkpoint: str | None) -> None:
     trainer.add_callback(LearningRate())
     try:
         trainer.train(resume_from_checkpoint=checkpoint)
-        save(trainer)
+        if trainer.args.save_strategy != "no":
+            if trainer.is_fsdp_enabled:  # checkpoints are shards; of shards alone, `save_model` would save nothing
+                trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
+            trainer.save_model(trainer.args.output_dir)
     except Exception as error:
         if isinstance(error, ConfigError) or (ended := what_ended(error, trainer, memory, checkpoint)) is None:
             raise
@@ -215,13 +218,6 @@ def what_ended(error: Exception, trainer, memory, checkpoint: str | None) -> Exc
     if memory.phases is None:  # the optimizer, the schedule, the checkpoint
         return ConfigError(f"cannot go on from {checkpoint}: {said(error)}" if checkpoint else said(error))
     return None
-
-
-def save(trainer) -> None:
-    if trainer.args.save_strategy != "no":
-        if trainer.is_fsdp_enabled:  # checkpoints are shards; of shards alone, `save_model` would save nothing
-            trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
-        trainer.save_model(trainer.args.output_dir)
 
 
 def said(error: Exception) -> str:
