@@ -14,10 +14,10 @@ from small_profile import small_profile
 from transformers import TrainerState
 
 from rloo_memory.errors import ConfigError
-from rloo_memory.folder_lock import owned
 from rloo_memory.launch import __main__ as launch
 from rloo_memory.launch import announce, checkpoints, output
 from rloo_memory.launch.callbacks import LearningRate
+from rloo_memory.storage import owned
 
 # With prefix sharing, two completions of a group of four at a time
 PROFILE = small_profile(
