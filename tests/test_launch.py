@@ -72,6 +72,7 @@ REFUSED = {
     "balanced --dataset_name mixed --reward_funcs letters": ["'mixed': b.jsonl: ", "answer", "string", "int64"],
     "balanced --reward_model_name_or_path owner/name": ["reward model 'owner/name' is not a folder here; hub:owner/"],
     "balanced --reward_funcs my_rewards:greedy": ["'solution'", "log_metric, each by name", "def score("],
+    "balanced --reward_funcs builtins:min": ["'builtins:min' cannot be called as TRL calls it"],
     "balanced --reward_funcs ../elsewhere/nothing.py:good": ["No module named 'nothing'", "/elsewhere and on PYTHON"],
     "balanced --reward_funcs my_exit:good": ["SystemExit: 0", "python -c 'import my_exit'"],
     "balanced --top_k -3": ["top_k is -3: it must be 0, which takes all, or more"],
