@@ -73,7 +73,7 @@ for name in $names; do
   grep -q "^$name " <<< "$items" || fail "unknown item or option $name; see ./run_gpu.sh --help and --list"
 done
 [[ ${MINUTES:-0} =~ ^[0-9]+$ ]] || fail "MINUTES=$MINUTES is no whole number"
-ends=$((${MINUTES:-100000} * 60 - 20)) # kept for ending an item and packing
+ends=$((10#${MINUTES:-100000} * 60 - 20)) # kept for ending an item and packing
 out=$(readlink -f "${OUT:-$here/gpu_evidence.tar.gz}")
 
 # Every measurement has the same environment; an arm that has cuDNN's attention first asks for it

@@ -87,7 +87,8 @@ if __name__ == "__main__":
         parser.error(f"--k {args.k} --steps {args.steps}: it takes at least 2 completions a prompt and 1 step")
     if not args.compare:
         sys.exit(train(args))
-    words = [word for word in sys.argv[1:] if word not in ("--compare", "--prefix-sharing", "--no-prefix-sharing")]
+    words = ["--algorithm", args.algorithm, "--k", str(args.k), "--steps", str(args.steps)]
+    words += ["--model", args.model] if args.model else []
     for sharing in ("--no-prefix-sharing", "--prefix-sharing"):
         print(f"{sharing}: loading", flush=True)
         command, steps = [sys.executable, "-u", "-W", "ignore", __file__, *words, sharing], 0

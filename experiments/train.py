@@ -32,9 +32,9 @@ from experiments.run_record import RunRecord
 from rloo_memory import cuda_check
 from rloo_memory.device import is_out_of_memory, level, settle
 from rloo_memory.errors import ConfigError, Stopped, program
-from rloo_memory.folder_lock import owned
 from rloo_memory.phases import PhaseRecorder
 from rloo_memory.sizes import GIB
+from rloo_memory.storage import owned
 
 EXIT_OK, EXIT_ERROR, EXIT_OOM = 0, 1, 3
 

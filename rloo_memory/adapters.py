@@ -29,14 +29,14 @@ class Adapter:
         )
 
 
-def lora_settings(config) -> dict:
-    """What a `peft.LoraConfig` says, under TRL's names."""
-    targets = config.target_modules
+def lora_settings(config: dict) -> dict:
+    """What the fields of a `peft.LoraConfig` say, under TRL's names."""
+    targets = config["target_modules"]
     return {
         "use_peft": True,
-        "lora_r": config.r,
-        "lora_alpha": config.lora_alpha,
-        "lora_dropout": config.lora_dropout,
+        "lora_r": config["r"],
+        "lora_alpha": config["lora_alpha"],
+        "lora_dropout": config["lora_dropout"],
         "lora_target_modules": sorted(targets) if isinstance(targets, set | list) else targets,
     }
 
@@ -49,8 +49,7 @@ def adapter_of(model: str | None) -> Adapter | None:
         return None
     try:
         config = json.loads(path.read_text())
-        kind, base, targets = config["peft_type"], config["base_model_name_or_path"], config["target_modules"]
-        rank, alpha, dropout = config["r"], config["lora_alpha"], config["lora_dropout"]
+        kind, base, settings = config["peft_type"], config["base_model_name_or_path"], lora_settings(config)
     except (OSError, ValueError, TypeError, KeyError) as error:
         why = f"{type(error).__name__}: {error}"
         raise ConfigError(f"cannot read {path} ({why}); it must be what PEFT wrote for LoRA") from error
@@ -58,6 +57,4 @@ def adapter_of(model: str | None) -> Adapter | None:
         raise ConfigError(f"{path}: an adapter of kind {kind} on {base!r}; only LoRA on a named model can go on here")
     beside = Path(model, base)
     base = str(beside) if not Path(base).is_dir() and beside.is_dir() else base
-    targets = sorted(targets) if isinstance(targets, list) else targets
-    settings = {"use_peft": True, "lora_r": rank, "lora_alpha": alpha, "lora_dropout": dropout}
-    return Adapter(model, base, settings | {"lora_target_modules": targets})
+    return Adapter(model, base, settings)

@@ -63,16 +63,15 @@ def no_kernels() -> str:
 
 def no_compiler() -> str:
     """What Triton needs to start kernels and does not find: it compiles a small C program at the first one."""
-    names = [] if os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang") else ["gcc"]
-    packages = list(names)
+    has_compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    packages = {} if has_compiler else {"gcc": "gcc"}  # by what is missing
     if not Path(sysconfig.get_path("include"), "Python.h").exists():
-        names.append("Python.h")
-        packages.append(f"python{sys.version_info.major}.{sys.version_info.minor}-dev")
-    if not names:
+        packages["Python.h"] = f"python{sys.version_info.major}.{sys.version_info.minor}-dev"
+    if not packages:
         return ""
     return (
-        f"Triton compiles the start of TRL's LM head on a GPU, and {' and '.join(names)} are not here: "
-        f"apt-get install {' '.join(packages)}"
+        f"Triton compiles the start of TRL's LM head on a GPU, and {' and '.join(packages)} are not here: "
+        f"apt-get install {' '.join(packages.values())}"
     )
 
 

@@ -28,16 +28,13 @@ def build_prompts(documents: list[str], tokenizer, prompt_tokens: int) -> list[l
     prompts = []
     for document in documents:
         ids = tokenizer(document, add_special_tokens=False, verbose=False)["input_ids"]
-        start = 0
         # a last piece that is much shorter than the others would make the group of lengths uneven: leave it out
-        while start == 0 or start + prompt_tokens <= len(ids):
-            size = prompt_tokens - overhead
-            messages = message(tokenizer.decode(ids[start : start + size]))
-            while len(render(tokenizer, messages)) > prompt_tokens:  # a cut can split a word into more tokens
-                size -= 1
-                messages = message(tokenizer.decode(ids[start : start + size]))
+        for start in range(0, max(1, len(ids) - prompt_tokens + 1), prompt_tokens):
+            for end in range(start + prompt_tokens - overhead, start, -1):  # a cut can split a word into more tokens
+                messages = message(tokenizer.decode(ids[start:end]))
+                if len(render(tokenizer, messages)) <= prompt_tokens:
+                    break
             prompts.append(messages)
-            start += prompt_tokens
             if len(prompts) == MAX_PROMPTS:
                 return prompts
     return prompts

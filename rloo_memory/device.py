@@ -38,15 +38,6 @@ def show_one_gpu() -> str:
     )
 
 
-def device_name(kind: str) -> str:
-    """Of the current "cuda" device, or of the processor."""
-    if kind != "cuda":
-        return cpu_name()
-    import torch
-
-    return torch.cuda.get_device_name()
-
-
 def level(device_kind: str) -> int:
     """Memory in use now, in the device's main measure: device-wide used on CUDA, resident on the CPU. Bytes."""
     if device_kind == "cuda":
@@ -102,10 +93,7 @@ def available_bytes(device: str) -> int:
 def settle() -> None:
     """Give freed host memory back to the system, so that a level read now is what is in use."""
     gc.collect()
-    try:
-        ctypes.CDLL("libc.so.6").malloc_trim(0)
-    except (OSError, AttributeError):
-        pass  # not glibc
+    getattr(ctypes.CDLL(None), "malloc_trim", lambda pad: None)(0)  # not every malloc has it
 
 
 def machine_name(device_kind: str, device_name: str) -> str:
@@ -115,11 +103,6 @@ def machine_name(device_kind: str, device_name: str) -> str:
 
 
 def cpu_name() -> str:
-    """The processor's name as Linux gives it, else what Python knows."""
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
+    """The processor's name as Linux gives it, else its architecture."""
+    named = re.search(r"^model name\s*:(.*)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    return named[1].strip() if named else platform.machine()

@@ -17,7 +17,7 @@ PACKAGES = {"tcmalloc": "libtcmalloc-minimal4", "jemalloc": "libjemalloc2"}
 RESTARTED = "HOST_ALLOCATOR_RESTARTED"  # holds the process's number: a child may start itself again, too
 
 
-def activate(name: str, restart: bool = True) -> None:
+def activate(name: str, restart: bool) -> None:
     """Make `name` ("system" leaves it as it is) this process's malloc: replaces the process by itself, at most once,
     and not at all without `restart`, as where another program called the launcher's code. Raises `ConfigError`."""
     choose("host_allocator", name, ("system", *LIBRARIES))

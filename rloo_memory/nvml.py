@@ -1,7 +1,7 @@
 """The GPUs that NVML lists, and which of them CUDA shows."""
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import pynvml
@@ -29,13 +29,11 @@ def nvml_devices() -> list[Device]:
     return devices
 
 
-def _mig_handles(gpu: object) -> list[object]:
-    handles = []
+def _mig_handles(gpu: object) -> Iterator[object]:
     with contextlib.suppress(pynvml.NVMLError):  # most GPUs know no MIG
         for index in range(pynvml.nvmlDeviceGetMaxMigDeviceCount(gpu)):
             with contextlib.suppress(pynvml.NVMLError_NotFound):  # an unused slot
-                handles.append(pynvml.nvmlDeviceGetMigDeviceHandleByIndex(gpu, index))
-    return handles
+                yield pynvml.nvmlDeviceGetMigDeviceHandleByIndex(gpu, index)
 
 
 def by_uuid(text: str, devices: Sequence[Device]) -> Device | None:

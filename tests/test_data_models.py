@@ -11,18 +11,13 @@ from rloo_memory.plan import ask
 
 
 @pytest.fixture(scope="module")
-def documents():
-    return data.load_documents()
-
-
-@pytest.fixture(scope="module")
-def tokenizer(documents):
-    return models.build_tokenizer(documents, 18_992)
+def tokenizer():
+    return models.build_tokenizer(data.load_documents(), 18_992)
 
 
 @pytest.mark.parametrize("prompt_tokens", (64, 3000))
-def test_prompts_have_the_stated_number_of_tokens_template_included(documents, tokenizer, prompt_tokens):
-    prompts = data.build_prompts(documents, tokenizer, prompt_tokens)
+def test_prompts_have_the_stated_number_of_tokens_template_included(tokenizer, prompt_tokens):
+    prompts = data.build_prompts(data.load_documents(), tokenizer, prompt_tokens)
     lengths = [len(data.render(tokenizer, messages)) for messages in prompts]
     assert 30 <= len(prompts) <= data.MAX_PROMPTS
     assert max(lengths) == prompt_tokens and min(lengths) >= prompt_tokens - 2

@@ -36,8 +36,6 @@ QUICK += " --predict_memory false --report_to none"
 REWARDS = """
 def good(completions, answer=None, **kwargs): return [0.0] * len(completions)
 def few(completions, **kwargs): return [1.0]
-def leaves(completions, **kwargs): raise SystemExit(0)
-def nothing(completions, **kwargs): return [float("nan")] * len(completions)
 def greedy(completions, solution, **kwargs): return []
 """
 OF_ROWS = "balanced --dataset_name rows.jsonl --reward_funcs my_rewards:good"
@@ -74,6 +72,7 @@ REFUSED = {
     "balanced --dataset_name mixed --reward_funcs letters": ["'mixed': b.jsonl: ", "answer", "string", "int64"],
     "balanced --reward_model_name_or_path owner/name": ["reward model 'owner/name' is not a folder here; hub:owner/"],
     "balanced --reward_funcs my_rewards:greedy": ["'solution'", "log_metric, each by name", "def score("],
+    "balanced --reward_funcs builtins:min": ["'builtins:min' cannot be called as TRL calls it"],
     "balanced --reward_funcs ../elsewhere/nothing.py:good": ["No module named 'nothing'", "/elsewhere and on PYTHON"],
     "balanced --reward_funcs my_exit:good": ["SystemExit: 0", "python -c 'import my_exit'"],
     "balanced --top_k -3": ["top_k is -3: it must be 0, which takes all, or more"],
@@ -97,6 +96,7 @@ REFUSED = {
     "balanced --model_name_or_path more": ["11 are not there, such as model.layers.2.", "take the config"],
     "balanced --model_name_or_path fewer": ["11 are of layers that it has not, such as model.layers.1."],
     "balanced --model_name_or_path wider": ["have another size, such as model.layers.0.mlp.down_proj.weight"],
+    "balanced --model_name_or_path torn": ["'torn': model.safetensors.index.json: Expecting value"],
     "balanced --model_name_or_path strange": ["its model type 'strange' is none that transformers", "if the type is"],
     f"{OF_ROWS} --max_prompt_tokens 5": ["'rows.jsonl': row 2", "max_prompt_tokens 5"],
     f"{OF_ROWS} --steps_per_generation 6": ["2 in it, and 3 prompts are generated for at a time"],
@@ -134,7 +134,9 @@ def test_bad_input_is_one_line_with_its_name_before_a_model_loads(here, no_model
         Path(folder, "config.json").write_text(json.dumps(of_model | wrong))
     # Beside a single file, nobody reads an index
     Path("wider", "model.safetensors.index.json").write_text('{"weight_map": {"a": "gone.safetensors"}}')
-    shutil.copytree("model", "plain")
+    for folder in ("plain", "torn"):
+        shutil.copytree("model", folder)
+    Path("torn", "model.safetensors").rename("torn/model.safetensors.index.json").write_text("")
     Path("plain", "chat_template.jinja").unlink()
     for name, text in {"latin.jsonl": '{"prompt": "ä"}', "latin.csv": "prompt\nä"}.items():
         Path(name).write_text(text, "latin-1")
@@ -169,8 +171,6 @@ def test_bad_input_is_one_line_with_its_name_before_a_model_loads(here, no_model
 AFTER_LOADING = {
     "--use_peft --lora_dropout 0.1": "or for adapters `lora_dropout=0.0`",
     "--reward_funcs my_rewards:few": "the reward 'my_rewards:few' returned [1.0]; TRL expects a list of 8 finite",
-    "--reward_funcs my_rewards:nothing": "the reward 'my_rewards:nothing' returned [nan, ",
-    "--reward_funcs my_rewards:leaves": "the reward 'my_rewards:leaves' ended the program",
     "": "cannot load model 'model': model.safetensors: Error while deserializing header",  # of weights that are cut
 }
 
@@ -340,20 +340,15 @@ def test_a_training_without_any_reward_ends_in_its_first_rollout():
                 assert trainer._calculate_rewards() is rollout
 
 
-@pytest.mark.parametrize(
-    "fails, said",
-    [
-        (lambda loss: loss * math.nan, "the gradients are not finite in update 1, so no model is written: lower"),
-        (
-            lambda loss: os.write(os.open("/dev/full", os.O_WRONLY), b"a"),
-            "cannot write to out in update 1: [Errno 28]",
-        ),
-    ],
-)
-def test_gradients_that_are_not_finite_and_a_full_disk_end_a_training_in_one_line(
-    here, refused, monkeypatch, fails, said
-):
-    compute_loss = RLOOTrainer.compute_loss
+FAILING = {
+    "the gradients are not finite in update 1, so no model is written: lower": lambda loss: loss * math.nan,
+    "cannot write to out in update 1: [Errno 28]": lambda loss: os.write(os.open("/dev/full", os.O_WRONLY), b"a"),
+}
+
+
+@pytest.mark.parametrize("said", FAILING)
+def test_gradients_that_are_not_finite_and_a_full_disk_end_a_training_in_one_line(here, refused, monkeypatch, said):
+    compute_loss, fails = RLOOTrainer.compute_loss, FAILING[said]
     monkeypatch.setattr(RLOOTrainer, "compute_loss", lambda *args, **kwargs: fails(compute_loss(*args, **kwargs)))
     refused(QUICK.split(), said, "and train again" if "written" in said else "make room")
     assert not list(Path("out").glob("model*"))

@@ -46,7 +46,6 @@ def here(model, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MODEL_PATH", model)
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
     (tmp_path / "profile.yaml").write_text(PROFILE)
     (tmp_path / "image_rewards.py").write_text(REWARD)
     return tmp_path

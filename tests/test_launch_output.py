@@ -1,10 +1,11 @@
 """The launcher's output folder: whose it is, which checkpoint a training goes on from, what is said at both ends."""
 
-import csv
+import json
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
+import pandas
 import pytest
 import torch
 import two_processes
@@ -13,10 +14,10 @@ from small_profile import small_profile
 from transformers import TrainerState
 
 from rloo_memory.errors import ConfigError
-from rloo_memory.folder_lock import owned
 from rloo_memory.launch import __main__ as launch
 from rloo_memory.launch import announce, checkpoints, output
-from rloo_memory.launch.learning_rate import LearningRate
+from rloo_memory.launch.callbacks import LearningRate
+from rloo_memory.storage import owned
 
 # With prefix sharing, two completions of a group of four at a time
 PROFILE = small_profile(
@@ -141,14 +142,17 @@ def test_a_training_goes_on_from_the_newest_whole_checkpoint_to_the_same_model(h
     straight = Path("trainer_output", "model.safetensors").read_bytes()
     Path("trainer_output", "model.safetensors").unlink()
     Path("trainer_output", "checkpoint-2", "trainer_state.json").unlink()
+    record = Path("trainer_output", "memory.json")
+    record.write_text(json.dumps(json.loads(record.read_text()) | {"prompt_tokens": 99}))
     assert launch.main([*GO_ON, "true", "--use_peft", "--lora_dropout", "0"]) == 2
     assert capsys.readouterr().err.splitlines()[-1].startswith("launch: ")
     assert launch.main([*GO_ON, "true"]) == 0
     assert "\nbegins  from trainer_output/checkpoint-1\n" in capsys.readouterr().out
     assert Path("trainer_output", "model.safetensors").read_bytes() == straight
-    with open("trainer_output/memory_phases.csv", newline="") as file:
-        steps = [row["step"] for row in csv.DictReader(file) if row["phase"] == "optimizer"]
-    assert steps == ["1", "2", "3"]  # the lost one, too
+    assert json.loads(record.read_text())["prompt_tokens"] == 99  # the longest one was before
+    phases = pandas.read_csv("trainer_output/memory_phases.csv")
+    steps = list(phases.step[phases.phase == "optimizer"])
+    assert steps == [1, 2, 3]  # the lost one, too
 
 
 @pytest.mark.parametrize("dtype, rate", [("bfloat16", 1e-6), ("float32", 1e-6), ("bfloat16", 1e-2)])

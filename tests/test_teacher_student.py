@@ -110,10 +110,14 @@ def test_chunks_and_batches_give_what_full_logits_give(name, options, tokenizer)
         assert logged == {f"teacher_student/{name}": sum(x) / 3 for name, x in reward.last.items()}
 
 
-def test_texts_are_taken_as_well_as_chats(tokenizer):
+def test_texts_count_as_chats_do_and_models_are_left_as_they_were(tokenizer):
+    """Also where the student is offloaded."""
+    student, teacher = build(), build(seed=1)
+    expected = ask(make(student, tokenizer, teacher), tokenizer)
     texts = [tokenizer.apply_chat_template(p, add_generation_prompt=True, tokenize=False) for p in PROMPTS]
-    reward = make(build(), tokenizer, build(seed=1))
-    assert ask(reward, tokenizer, completions=EXPLANATIONS, prompts=texts) == ask(reward, tokenizer)
+    reward = make(student, tokenizer, teacher.train(), offload=True)
+    assert ask(reward, tokenizer, completions=EXPLANATIONS, prompts=texts) == expected
+    assert teacher.training and not student.training
 
 
 def test_the_kl_of_empty_explanations_is_0(tokenizer):
@@ -131,13 +135,6 @@ def test_a_smaller_chunk_takes_less_memory(tokenizer):
         peaks[chunk] = memory.peak
     longest = max(len(tokenizer(text)["input_ids"]) for text in EXPLANATIONS)
     assert longest > 10 and peaks[256] - peaks[5] > (longest - 5) * 9000 * 8, peaks
-
-
-def test_models_are_left_as_they_were_also_where_the_student_is_offloaded(tokenizer):
-    student, teacher = build(), build(seed=1).train()
-    expected = ask(make(student, tokenizer, build(seed=1)), tokenizer)
-    reward = make(student, tokenizer, teacher, offload=True)
-    assert ask(reward, tokenizer) == expected and teacher.training and not student.training
 
 
 def test_a_teacher_with_adapters_counts_with_them(tokenizer):

@@ -5,8 +5,8 @@ trainer.add_callback(MemoryCallback(trainer))
 """
 
 import json
-import sys
 from dataclasses import fields
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -15,7 +15,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 
 from rloo_memory import host_allocator
 from rloo_memory.adapters import lora_settings
-from rloo_memory.device import device_name, machine_name, status_bytes
+from rloo_memory.device import cpu_name, machine_name, status_bytes
 from rloo_memory.phases import PhaseRecorder
 from rloo_memory.plan.setups import SAME_NAME
 from rloo_memory.plan.trl_settings import ALGORITHMS, config_class
@@ -55,7 +55,7 @@ def trained_settings(args, model) -> dict:
             settings[name] = value
     settings["dtype"] = str(model.dtype).removeprefix("torch.")
     for adapter in list(getattr(model, "peft_config", {}).values())[:1]:
-        settings |= lora_settings(adapter)
+        settings |= lora_settings(vars(adapter))
         if getattr(args, "disable_dropout", False):
             settings["lora_dropout"] = 0.0
     quantization = getattr(model.config, "quantization_config", None)
@@ -121,9 +121,7 @@ class MemoryCallback(transformers.TrainerCallback):
         self.trainer, self.snapshot, self.of_launcher = trainer, snapshot, of_launcher or {}
         self.phases: PhaseRecorder | None = None
         self.seen = 0  # rows of `phases` that were logged
-        self.highest = 0  # bytes, and the phase that it was in
-        self.highest_phase: str | None = None
-        self.peaks: dict[str, int] = {}  # those of the highest step
+        self.peaks: dict[str, int] = {}  # those of the highest step, bytes
         self.completion_tokens = 0  # the longest completion, where the trainer tells
         self.lengths = None  # longest completion and prompt when memory.json was last written
         self.out_of_memory: str | None = None  # the phase that memory ran out in
@@ -140,8 +138,7 @@ class MemoryCallback(transformers.TrainerCallback):
         if resumed and own_file(args, "memory.json").exists():
             before = json.loads(own_file(args, "memory.json").read_text())
             self.peaks, self.completion_tokens = before["peaks"], before.get("completion_tokens") or 0
-            self.highest_phase = max(self.peaks, key=self.peaks.get)
-            self.highest = self.peaks[self.highest_phase]
+            self.phases.prompt_tokens += filter(None, [before.get("prompt_tokens")])
         policy = self.trainer.accelerator.unwrap_model(self.trainer.model)
         while hasattr(optimizer, "optimizer"):  # accelerate's around DeepSpeed's around torch's
             optimizer = optimizer.optimizer
@@ -183,8 +180,8 @@ class MemoryCallback(transformers.TrainerCallback):
         self.completion_tokens = max(self.completion_tokens, round(max(made)))
         lengths = (self.completion_tokens, max(self.phases.prompt_tokens, default=None))
         longer, self.lengths = lengths != self.lengths, lengths
-        if higher := highest > self.highest:
-            self.peaks, self.highest, self.highest_phase = peaks, highest, max(peaks, key=peaks.get)
+        if higher := highest > max(self.peaks.values(), default=0):
+            self.peaks = peaks
         if higher or longer:
             self._record()
         if higher and self.snapshot == "peak":
@@ -197,7 +194,7 @@ class MemoryCallback(transformers.TrainerCallback):
         phase = self.phases.phase
         self.phases.close()
         peaks = self._peaks_of_step()
-        if max(peaks.values(), default=0) > self.highest:
+        if max(peaks.values(), default=0) > max(self.peaks.values(), default=0):
             self.peaks = peaks
         self.out_of_memory = phase
         if self.peaks:
@@ -227,13 +224,9 @@ class MemoryCallback(transformers.TrainerCallback):
         deepspeed = self.trainer.accelerator.state.deepspeed_plugin
         zero = deepspeed.deepspeed_config["zero_optimization"] if deepspeed else {}
         # Other trainers than RLOO's and GRPO's have no `reward_funcs`
-        reward_models = [
-            f for f in getattr(self.trainer, "reward_funcs", []) if isinstance(f, transformers.PreTrainedModel)
-        ]
-        name = device_name(self.kind)
-        versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-        if "trl" in sys.modules:
-            versions["trl"] = sys.modules["trl"].__version__
+        rewards = getattr(self.trainer, "reward_funcs", [])  # trainers of other kinds have none
+        reward_models = [reward for reward in rewards if isinstance(reward, transformers.PreTrainedModel)]
+        name = torch.cuda.get_device_name() if self.cuda else cpu_name()
         devices = {
             "num_devices": args.world_size,
             "fully_sharded": sharding is not None,
@@ -248,7 +241,7 @@ class MemoryCallback(transformers.TrainerCallback):
                 "device_kind": self.kind,
                 "machine": machine_name(self.kind, name),
                 "device_name": name,
-                "versions": versions,
+                "versions": {name: version(name) for name in ("torch", "transformers", "trl")},
                 "host_allocator": "+".join(host_allocator.mapped()) or "system",
                 "device_bytes": torch.cuda.mem_get_info()[1] if self.cuda else None,
                 "peaks": self.peaks,

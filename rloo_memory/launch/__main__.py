@@ -171,8 +171,7 @@ def build_trainer(launch, config, model, found: policy.Policy, quantization, row
 
 def train(trainer, memory, checkpoint: str | None) -> None:
     """Train and save; says what came out of it."""
-    from rloo_memory.launch.finite import Finite
-    from rloo_memory.launch.learning_rate import LearningRate
+    from rloo_memory.launch.callbacks import Finite, LearningRate
 
     began = time.monotonic()
     if checkpoint and trainer.is_world_process_zero():
@@ -182,7 +181,10 @@ def train(trainer, memory, checkpoint: str | None) -> None:
     trainer.add_callback(LearningRate())
     try:
         trainer.train(resume_from_checkpoint=checkpoint)
-        save(trainer)
+        if trainer.args.save_strategy != "no":
+            if trainer.is_fsdp_enabled:  # checkpoints are shards; of shards alone, `save_model` would save nothing
+                trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
+            trainer.save_model(trainer.args.output_dir)
     except Exception as error:
         if isinstance(error, ConfigError) or (ended := what_ended(error, trainer, memory, checkpoint)) is None:
             raise
@@ -216,13 +218,6 @@ def what_ended(error: Exception, trainer, memory, checkpoint: str | None) -> Exc
     if memory.phases is None:  # the optimizer, the schedule, the checkpoint
         return ConfigError(f"cannot go on from {checkpoint}: {said(error)}" if checkpoint else said(error))
     return None
-
-
-def save(trainer) -> None:
-    if trainer.args.save_strategy != "no":
-        if trainer.is_fsdp_enabled:  # checkpoints are shards; of shards alone, `save_model` would save nothing
-            trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
-        trainer.save_model(trainer.args.output_dir)
 
 
 def said(error: Exception) -> str:

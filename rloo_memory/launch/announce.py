@@ -65,10 +65,11 @@ def print_end(trainer, memory, seconds: float) -> None:
     rewards = [log["reward"] for log in state.log_history if log.get("reward") is not None]
     reward = f", reward {rewards[0]:.4g} at first, {rewards[-1]:.4g} at last" if rewards else ""
     print(f"trained {state.global_step} updates in {seconds:.1f} s{reward}")
-    if memory.highest:
+    if memory.peaks:
+        phase, highest = max(memory.peaks.items(), key=lambda peak: peak[1])
         what = "allocated on the device" if memory.cuda else "resident, the whole process"
-        predicted = memory.of_launcher["predicted_peaks"].get(memory.highest_phase)
+        predicted = memory.of_launcher["predicted_peaks"].get(phase)
         beside = f"; predicted for it {predicted / GIB:.2f}{'' if memory.cuda else ' of tensors'}" if predicted else ""
-        print(f"peak    {memory.highest / GIB:.2f} GiB in phase {memory.highest_phase} ({what}){beside}")
+        print(f"peak    {highest / GIB:.2f} GiB in phase {phase} ({what}){beside}")
     print(f"memory by phase: {folder}/memory_phases.csv, memory.json")
     print("no model written: save_strategy is no" if trainer.args.save_strategy == "no" else f"model: {folder}")

@@ -178,10 +178,7 @@ def with_chats_read(rows):
     chats = []
     for row, text in enumerate(rows["prompt"], 1):
         try:
-            chat = chat_in(str(text))
-            if not isinstance(chat, list):
-                raise ValueError(text)
-            chats.append(chat)
+            chats.append(chat_in(str(text)))
         except (ValueError, SyntaxError, RecursionError, MemoryError) as error:  # the last two of brackets in brackets
             raise ConfigError(f"row {row}: the prompt is no chat, as others are; write it as JSON: {CHAT}") from error
     return rows.add_column("the chats", chats).remove_columns("prompt").rename_column("the chats", "prompt")
@@ -211,9 +208,12 @@ def is_chat(prompt) -> bool:
 
 def chat_in(text: str) -> list[dict]:
     try:
-        return json.loads(text)
+        chat = json.loads(text)
     except ValueError:
-        return ast.literal_eval(text.strip())
+        chat = ast.literal_eval(text.strip())
+    if not isinstance(chat, list):
+        raise ValueError(text)
+    return chat
 
 
 def check_enough(rows, config) -> None:
@@ -245,7 +245,7 @@ def measure(rows, tokenizer, options: dict, limit: int | None, images: str | Non
         if tokens > longest:
             longest, longest_row = tokens, row
         # A model's image tokens grow with the pixels, and so does what its vision tower holds
-        largest = max(largest, sizes, key=prompt_images.pixels)
+        largest = max(largest, sizes, key=lambda row: sum(width * height for width, height in row))
     if limit and longest > limit:
         raise ConfigError(
             f"row {longest_row}: the prompt has {longest:,} tokens, and the settings are for at most "

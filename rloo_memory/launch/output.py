@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from rloo_memory.errors import EXIT_USAGE, ConfigError, causes, leave
-from rloo_memory.folder_lock import owned
 from rloo_memory.launch import checkpoints
+from rloo_memory.storage import owned
 
 MODEL_FILES = ("model*.safetensors", "adapter_model*", "pytorch_model*")
 

@@ -96,8 +96,7 @@ def check_weights(name: str, folder: Path, hf_config) -> None:
     model_class = class_of(hf_config)
     if not model_class or settings_in(hf_config):  # a class of its own, or packed weights
         return
-    sizes = sizes_in(name, folder)
-    if not sizes:
+    if not (sizes := sizes_in(name, folder)):
         return
     with quiet():  # of its table
         model, found = model_class.from_pretrained(
@@ -155,8 +154,8 @@ def sizes_in(name: str, folder: Path) -> dict[str, list[int]]:
     """The sizes of weights in a folder's safetensors; nothing where it has none. Raises `ConfigError`."""
     from safetensors import SafetensorError, safe_open
 
-    index, sizes = folder / "model.safetensors.index.json", {}
-    files = [folder / "model.safetensors"]
+    file = index = folder / "model.safetensors.index.json"
+    files, sizes = [folder / "model.safetensors"], {}
     try:
         if index.exists() and not files[0].exists():  # as transformers prefers them
             files = [folder / file for file in sorted(set(json.loads(index.read_text())["weight_map"].values()))]

@@ -51,8 +51,3 @@ def sizes(encoded, given: list, processor) -> tuple[tuple[int, int], ...]:
     if all(len(image.shape) == 3 for image in scaled):  # channels, height, width
         return tuple((int(image.shape[2]), int(image.shape[1])) for image in scaled)
     return tuple(image.size for image in given)
-
-
-def pixels(sizes: tuple[tuple[int, int], ...]) -> int:
-    """Of all images together."""
-    return sum(width * height for width, height in sizes)

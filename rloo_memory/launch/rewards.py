@@ -58,7 +58,7 @@ def function_of(name: str, columns: list[str]):
     given = dict.fromkeys((*REWARD_ARGUMENTS, *(name for name in columns if name not in ("prompt", "completion"))))
     try:
         inspect.signature(found).bind(**given)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:  # the latter of compiled code, which may not say what it takes
         raise ConfigError(
             f"reward {name!r} cannot be called as TRL calls it: {error}; it gets {', '.join(given)}, each by name: "
             "def score(completions, **kwargs) -> list[float]"

@@ -15,11 +15,11 @@ def url_of(config) -> str | None:
     return config.vllm_server_base_url or f"http://{config.vllm_server_host}:{config.vllm_server_port}"
 
 
-def answers(url: str, seconds: float = 5) -> bool:
+def answers(url: str) -> bool:
     import requests
 
     try:
-        return requests.get(f"{url}/health", timeout=seconds).ok
+        return requests.get(f"{url}/health", timeout=5).ok
     except requests.exceptions.RequestException:
         return False
 

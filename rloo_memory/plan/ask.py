@@ -90,7 +90,7 @@ def predict(
     Raises:
         ConfigError: for settings that no trainer accepts, and for what cannot be predicted, with the reason.
     """
-    of_adapters = lora_settings(peft_config) if peft_config else {}
+    of_adapters = lora_settings(vars(peft_config)) if peft_config else {}
     asked = {
         "settings": {**settings_of(config), **of_adapters, **plain(settings or {})},
         "model": model_in_text(model),

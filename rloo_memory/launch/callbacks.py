@@ -1,4 +1,5 @@
-"""A training whose numbers are no longer finite ends with a line. TRL would train on, log a loss of 0, and save it."""
+"""A training whose numbers are no longer finite ends with a line, where TRL would train on, log a loss of 0, and save
+it; one that goes on takes the learning rate that is asked for, where a checkpoint brings its own."""
 
 import math
 
@@ -41,3 +42,19 @@ class Finite(TrainerCallback):
             f"{args.learning_rate:g}, or compute in a dtype with more range (bfloat16, float32), and "
             f"{output.going_on(args)}"
         )
+
+
+class LearningRate(TrainerCallback):
+    """Scales that of a checkpoint, wherever its schedule has come to."""
+
+    def on_train_begin(self, args, state, control, optimizer=None, lr_scheduler=None, **kwargs):
+        schedule = getattr(lr_scheduler, "scheduler", lr_scheduler)  # accelerate wraps it under DeepSpeed
+        (old, *_), new = getattr(schedule, "base_lrs", [0]), args.learning_rate
+        if old in (0, new):
+            return
+        schedule.base_lrs = [new for _ in schedule.base_lrs]
+        for group in optimizer.param_groups:
+            group["lr"] *= new / old
+        schedule._last_lr = [group["lr"] for group in optimizer.param_groups]  # which is logged
+        if state.is_world_process_zero:
+            print(f"begins  with learning_rate {new:g} in place of the checkpoint's {old:g}", flush=True)
