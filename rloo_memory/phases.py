@@ -94,6 +94,7 @@ class PhaseRecorder:
         self.rollout_starts: list[float] = []
         self.outside_pool_bytes = 0  # CUDA: what the device holds besides torch's pool
         self.grad_norms: dict[int, list[float]] = {}  # step -> norm before each optimizer step
+        self.undo: list[Callable[[], None]] = []  # take back what marks the phases
         if go_on := go_on and path.exists():
             with path.open(newline="") as file:
                 self.step = max((int(row["step"]) for row in csv.DictReader(file)), default=0)
@@ -154,16 +155,23 @@ class PhaseRecorder:
             self.grad_norms.setdefault(self.step, []).append(norm)
 
         self.mark(policy, "generate", lengths)
-        policy.register_forward_pre_hook(before_forward)
-        if is_peft_model(policy):
-            # A shared prompt goes past the PEFT model's forward. What goes through both only enters its phase again
-            policy.get_base_model().register_forward_pre_hook(before_forward)
-        optimizer.register_step_pre_hook(before_optimizer)
-        optimizer.register_step_post_hook(lambda *args: self.enter("train"))
+        # A shared prompt goes past the PEFT model's forward. What goes through both only enters its phase again
+        models = [policy, policy.get_base_model()] if is_peft_model(policy) else [policy]
+        handles = [model.register_forward_pre_hook(before_forward) for model in models]
+        handles.append(optimizer.register_step_pre_hook(before_optimizer))
+        handles.append(optimizer.register_step_post_hook(lambda *args: self.enter("train")))
+        self.undo += [handle.remove for handle in handles]
+
+    def detach(self) -> None:
+        """Mark no phases any more."""
+        while self.undo:
+            self.undo.pop()()
 
     def mark(self, owner, name: str, lengths) -> None:
         """`owner.name` generates completions. `lengths`, called as it is, gives the tokens of each prompt."""
-        generate = getattr(owner, name)
+        from rloo_memory.calls import put_back
+
+        generate, before = getattr(owner, name), vars(owner).get(name)
 
         def marked(*args, **kwargs):
             self.begin_rollout()
@@ -176,7 +184,12 @@ class PhaseRecorder:
                 self.enter("score")
                 self.reset_at_next_forward()
 
+        def unmark():
+            if vars(owner).get(name) is marked:  # else something replaced it in turn, and still calls it
+                put_back(owner, name, before)
+
         setattr(owner, name, marked)
+        self.undo.append(unmark)
 
     def reset_at_next_forward(self) -> None:
         """Count the phase's peak from there on: until it returns itself, who called a marked function holds the cache

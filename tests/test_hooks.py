@@ -91,7 +91,10 @@ def test_another_engines_generation_is_marked_and_its_prompts_are_counted(engine
     other.write_text("theirs")
     (tmp_path / "memory_phases.csv").symlink_to(other)
     unsaid = {"settings": {"generation_kwargs": {"in no file": object()}}}
-    rows, record = train(MemoryCallback(trainer, of_launcher=unsaid), trainer, generate)
+    callback = MemoryCallback(trainer, of_launcher=unsaid)
+    for trainings in (1, 2):
+        rows, record = train(callback, trainer, generate)
+        assert {len(x) for x in trainer._metrics["train"].values()} == {2 * trainings}
     assert record["not_recorded"] == ["generation_kwargs"] and other.read_text() == "theirs"
     assert rows[1:6] == [(1, phase) for phase in ("generate", "score", "train", "optimizer", "train")]
     assert record["prompt_tokens"] == 3

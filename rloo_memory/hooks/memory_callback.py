@@ -6,13 +6,13 @@ trainer.add_callback(MemoryCallback(trainer))
 
 import json
 from dataclasses import fields
-from importlib.metadata import version
 from pathlib import Path
 
 import torch
 import transformers
 from torch.distributed.fsdp import CPUOffloadPolicy
 
+import trl
 from rloo_memory import host_allocator
 from rloo_memory.adapters import lora_settings
 from rloo_memory.device import cpu_name, machine_name, status_bytes
@@ -120,14 +120,16 @@ class MemoryCallback(transformers.TrainerCallback):
             raise ValueError(f"snapshot={snapshot!r} needs CUDA, training is on {trainer.accelerator.device}")
         self.trainer, self.snapshot, self.of_launcher = trainer, snapshot, of_launcher or {}
         self.phases: PhaseRecorder | None = None
+
+    def on_train_begin(self, args, state, control, model=None, optimizer=None, **kwargs):
+        if self.phases is not None:  # of a training before this one
+            self.phases.detach()
         self.seen = 0  # rows of `phases` that were logged
         self.peaks: dict[str, int] = {}  # those of the highest step, bytes
         self.completion_tokens = 0  # the longest completion, where the trainer tells
         self.lengths = None  # longest completion and prompt when memory.json was last written
         self.out_of_memory: str | None = None  # the phase that memory ran out in
         self.static = 0  # weights, gradients and optimizer state, seen before the optimizer's step
-
-    def on_train_begin(self, args, state, control, model=None, optimizer=None, **kwargs):
         Path(args.output_dir).mkdir(parents=True, exist_ok=True)
         resumed = state.global_step > 0
         for name in ("memory.json", "memory_phases.csv", "memory_snapshot.pickle"):
@@ -223,10 +225,10 @@ class MemoryCallback(transformers.TrainerCallback):
         sharding = getattr(self.trainer.accelerator.state, "fsdp_plugin", None)
         deepspeed = self.trainer.accelerator.state.deepspeed_plugin
         zero = deepspeed.deepspeed_config["zero_optimization"] if deepspeed else {}
-        # Other trainers than RLOO's and GRPO's have no `reward_funcs`
         rewards = getattr(self.trainer, "reward_funcs", [])  # trainers of other kinds have none
         reward_models = [reward for reward in rewards if isinstance(reward, transformers.PreTrainedModel)]
         name = torch.cuda.get_device_name() if self.cuda else cpu_name()
+        versions = {module.__name__: module.__version__ for module in (torch, transformers, trl)}
         devices = {
             "num_devices": args.world_size,
             "fully_sharded": sharding is not None,
@@ -241,7 +243,7 @@ class MemoryCallback(transformers.TrainerCallback):
                 "device_kind": self.kind,
                 "machine": machine_name(self.kind, name),
                 "device_name": name,
-                "versions": {name: version(name) for name in ("torch", "transformers", "trl")},
+                "versions": versions,
                 "host_allocator": "+".join(host_allocator.mapped()) or "system",
                 "device_bytes": torch.cuda.mem_get_info()[1] if self.cuda else None,
                 "peaks": self.peaks,
