@@ -15,6 +15,8 @@ from experiments.config import ROOT, RunConfig
 from rloo_memory.device import cpu_name, level, machine_name, show_one_gpu, status_bytes
 from rloo_memory.errors import ConfigError, choose, shown
 
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # in glibc's malloc.h: torch's wheels for Linux need glibc
+
 
 def pick_device(wanted: str) -> tuple[str, str]:
     """("cpu" or "cuda", name). Raises `ConfigError` for a device that is not there. Of several GPUs only the first
@@ -110,19 +112,12 @@ def keep_only_live_memory() -> None:
     memory would show the heap's fragmentation instead of the tensors that are alive. A page fault for each page of
     each tensor takes its time: not where seconds count.
     """
-    mallopt(mmap_threshold=2**17)  # where glibc begins
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**17)  # where glibc begins
 
 
 def keep_freed_memory() -> None:
     """Make glibc keep every freed block, for times: as with PyTorch's allocator on CUDA, nothing pays the system for
     the same pages twice. By default it gives blocks above 32 MiB back at once, and the way with the larger tensors
     takes longer: up to 1.5 times for whole rows of 3,100 tokens."""
-    mallopt(mmap_threshold=2**30, trim_threshold=-1)  # -1 trims never
-
-
-def mallopt(mmap_threshold: int, trim_threshold: int | None = None) -> None:
-    """Sizes in bytes; nothing where malloc is not glibc's."""
-    function = getattr(ctypes.CDLL(None), "mallopt", lambda option, value: None)
-    function(-3, mmap_threshold)  # M_MMAP_THRESHOLD in malloc.h
-    if trim_threshold is not None:
-        function(-1, trim_threshold)  # M_TRIM_THRESHOLD
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**30)
+    ctypes.CDLL(None).mallopt(M_TRIM_THRESHOLD, -1)  # trims never

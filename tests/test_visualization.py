@@ -10,12 +10,13 @@ import pytest
 
 from experiments.config import ROOT
 from experiments.run_record import RunRecord
-from visualization import combine_memory_data, create_charts, tables
+from visualization import create_charts, tables
 from visualization.charts.audit import audit
 from visualization.charts.idea import idea
 from visualization.charts.peak_comparison import peak_comparison
 from visualization.charts.timelines import peak_preserving, timeline_peak_preserving, timeline_ultra_smooth
 from visualization.report.__main__ import main as report
+from visualization.report.__main__ import statistics
 from visualization.results import GIB, MARK, MIB, PHASE_COLUMNS, load
 from visualization.tables.__main__ import main as write_tables
 
@@ -89,7 +90,7 @@ def test_a_cell_where_no_run_finished_is_hatched_and_named_and_never_a_number(ma
     text = tables.of_results("peak", load(machine))
     assert "| `classic-baseline` | 1.03 (0.98 to 1.07) (1 of 3 out of memory) | out of memory |" in text
     assert "| `classic-lean` | 0.20 (0.10 to 0.39), −81.0 % | 0.39 |" in text
-    lost = combine_memory_data.statistics(load(machine)).set_index(["arm", "k"]).loc["classic-baseline", 4]
+    lost = statistics(load(machine)).set_index(["arm", "k"]).loc["classic-baseline", 4]
     assert lost.oom == 3 and lost[["peak_bytes", "above_bytes", "step"]].isna().all()
 
 

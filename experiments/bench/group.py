@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeAlias
 
 from experiments.arms import ARMS
 from experiments.bench.samples import Cell
@@ -15,6 +16,7 @@ from rloo_memory.device import settle, status_bytes
 from rloo_memory.phases import HighWater
 
 PHASES = ("generate", "score", "train")
+Names: TypeAlias = tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -36,14 +38,6 @@ WAYS = {
     "whole-2": Way(shared=False, pass_rows=2),
     "whole-micro-2": Way(shared=False, micro_batch_rows=2),
 }
-
-
-def timed(work: Callable[[], None]) -> float:
-    """Seconds of `work()`. Call `keep_freed_memory` before, and let the largest way warm up."""
-    gc.collect()
-    start = time.perf_counter()
-    work()
-    return round(time.perf_counter() - start, 4)
 
 
 def peaks_of(make: Callable[[], "Group"], way: str, phases: tuple[str, ...]) -> dict[str, int]:
@@ -215,12 +209,13 @@ class Group:
 
 
 class Timed:
-    """The phases of a group, timed way by way. With `peaks` also the resident bytes of each phase above the level
-    before it, measured once, and the relative difference of all parameters' gradients from those of whole rows. A way
-    that fails before its first sample fails in each. `make` gives the group, and can be sent to another process."""
+    """The phases of a group, timed way by way; of generation only the ways that are `generating`, if any is named.
+    With `peaks` also the resident bytes of each phase above the level before it, measured once, and the relative
+    difference of all parameters' gradients from those of whole rows. A way that fails before its first sample fails in
+    each. `make` gives the group, and can be sent to another process."""
 
-    def __init__(self, make: Callable[[], Group], ways: tuple[str, ...], phases: tuple[str, ...], peaks: bool):
-        self.phases, self.peaks, self.failed = phases, {}, {}
+    def __init__(self, make: Callable[[], Group], ways: Names, phases: Names, peaks=False, generating: Names = ()):
+        self.phases, self.generating, self.peaks, self.failed = phases, generating or ways, {}, {}
         if peaks:
             self.try_each(partial(self.find_peaks, make), ways)
         keep_freed_memory()
@@ -240,16 +235,18 @@ class Timed:
         print(f"  {way}: peaks", flush=True)
         self.peaks[way] = in_its_own_process(peaks_of, make, way, self.phases)
 
-    def phases_of(self, way: str) -> tuple[str, ...]:
-        return self.phases
-
     def sample(self, way: str) -> dict[str, float]:
         """One repeat, by metric."""
         if way in self.failed:
             raise self.failed[way]
         self.group.encoded, values = 0, {}
-        for phase in self.phases_of(way):
-            values[f"{phase}_seconds"] = timed(partial(getattr(self.group, phase), way))
+        for phase in self.phases:
+            if phase == "generate" and way not in self.generating:
+                continue
+            gc.collect()
+            start = time.perf_counter()
+            getattr(self.group, phase)(way)
+            values[f"{phase}_seconds"] = round(time.perf_counter() - start, 4)
         if self.group.image is not None:
             values["images_encoded"] = self.group.encoded
         values |= self.peaks.get(way, {})

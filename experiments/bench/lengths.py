@@ -32,7 +32,7 @@ class Lengths(Timed):
         name, _, spread = cell.model.partition("/")
         lengths = lengths_of(cell.completion_tokens, cell.k, SPREADS[spread])
         make = partial(random_models.group, replace(cell, model=name), lengths=lengths)
-        super().__init__(make, ways, ("score", "train"), peaks=False)
+        super().__init__(make, ways, ("score", "train"))
         # Tokens of whole rows, padded to the longest, for each one where the prompt is computed once
         whole, shared = cell.k * (cell.prompt_tokens + max(lengths)), cell.prompt_tokens + sum(lengths)
         self.facts = {"token_ratio": round(whole / shared, 3)}

@@ -6,7 +6,7 @@ from functools import partial
 from itertools import product
 
 from experiments.bench import random_models, trainings
-from experiments.bench.group import PHASES, WAYS, Group, Timed
+from experiments.bench.group import PHASES, Group, Timed
 from experiments.bench.lengths import Lengths
 from experiments.bench.rivals import RIVALS, Rivals
 from experiments.bench.samples import Cell
@@ -29,15 +29,8 @@ class Measurement:
     device: str | None = "cpu"
 
 
-def start(cell: Cell, ways: tuple[str, ...], here: Place, kind=Group, phases=PHASES, peaks=False, timed=Timed):
-    return timed(partial(random_models.group, cell, kind), ways, phases, peaks)
-
-
-class Worth(Timed):
-    """Seconds of a group; ways that differ in their passes alone generate alike, so only `shared` does."""
-
-    def phases_of(self, way: str) -> tuple[str, ...]:
-        return PHASES if WAYS[way].pass_rows is None else PHASES[1:]
+def start(cell: Cell, ways: tuple[str, ...], here: Place, kind=Group, phases=PHASES, **more):
+    return Timed(partial(random_models.group, cell, kind), ways, phases, **more)
 
 
 def cells(names: str, *sizes: tuple[int, int, int]) -> tuple[Cell, ...]:
@@ -51,7 +44,7 @@ WHOLE_OR_SHARED = ("whole", "shared", "shared-micro-2")
 MEASUREMENTS = {
     "worth": Measurement(
         "seconds of each phase over prompts and completions of many lengths",
-        partial(start, timed=Worth), WHOLE_OR_SHARED,
+        partial(start, generating=("whole", "shared")), WHOLE_OR_SHARED,  # passes differ behind generation alone
         cells("wide", (3000, 100, 8)) + cells("narrow wide", (200, 100, 8))
         + cells("narrow", (200, 1000, 8), (1000, 1000, 8)), DENSE,
     ),

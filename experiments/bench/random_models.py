@@ -40,13 +40,8 @@ def config_of(model: str):
 
 
 def group(cell: Cell, kind: type[Group] = Group, **more) -> Group:
-    """One prompt and its completions, with the model."""
-    model, vocab_size, image = build(cell)
-    return kind(model, vocab_size, cell, image, **more)
-
-
-def build(cell: Cell):
-    """(model, vocabulary, image or None). Raises `ConfigError` for a prompt that is too short for its image."""
+    """One prompt and its completions, with the model. Raises `ConfigError` for a prompt that is too short for its
+    image."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -54,9 +49,11 @@ def build(cell: Cell):
     if cell.model == "images":
         if cell.prompt_tokens < IMAGE_TOKENS + 40:
             raise ConfigError(f"a prompt of {cell.prompt_tokens} is too short for images: {IMAGE_TOKENS + 40} or more")
-        return build_with_images(), VOCABULARY, IMAGE
+        return kind(build_with_images(), VOCABULARY, cell, IMAGE, **more)
     model = AutoModelForCausalLM.from_config(config_of(cell.model))
-    return with_adapters(model) if cell.model == "experts" else model, MODELS[cell.model][1], None
+    if cell.model == "experts":
+        model = with_adapters(model)
+    return kind(model, MODELS[cell.model][1], cell, **more)
 
 
 def with_adapters(model):

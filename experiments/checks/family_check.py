@@ -7,6 +7,7 @@ import math
 import re
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -111,6 +112,7 @@ def errors_beside_float64(family: Family, dtype, autocast=None, device: str = "c
 def compare(model) -> Result:
     """Prefix sharing on a model, and TRL's own pass."""
     from rloo_memory.prefix_sharing.enabling import enable_prefix_sharing
+    from rloo_memory.prefix_sharing.token_budget import TokenBudgetPasses
 
     try:
         prepared(model, torch.float64)
@@ -126,7 +128,9 @@ def compare(model) -> Result:
     except Exception as error:
         return Result(REFUSED, refusal(error))
     try:
-        results = {**ways(model, settings), **ways_of_whole_rows(model, settings)}
+        two = TokenBudgetPasses(PROMPT, 2 * (PROMPT + COMPLETION))  # whole rows
+        results = ways(model, settings) | {"two at a time": run(model, passes=two, **settings)}
+        results["not shared"] = run(model, **settings)
         errors = [error_of(found, truth) for found in results.values()]
         # In micro-batches the router's loss is another one, with TRL's own as well: they are compared without it
         errors.append(error_of(run_micro_batches(model), run(model)))
@@ -194,14 +198,6 @@ def ways(model, settings: dict, inputs: dict | None = None) -> dict:
         results["two, checkpointed"] = found(completions_per_forward=2)
         model.gradient_checkpointing_disable()
     return results
-
-
-def ways_of_whole_rows(model, settings: dict) -> dict:
-    """What `run` gives for rows that go two at a time, and for a pass that is TRL's own."""
-    from rloo_memory.prefix_sharing.token_budget import TokenBudgetPasses
-
-    two = TokenBudgetPasses(PROMPT, 2 * (PROMPT + COMPLETION))
-    return {"two at a time": run(model, passes=two, **settings), "not shared": run(model, **settings)}
 
 
 def run_micro_batches(model, inputs: dict | None = None, in_one_backward: bool = False):
@@ -296,17 +292,12 @@ def generate(model, shared: bool = False, use_cache: bool = True, forced: bool =
         disable_compile=True, use_cache=use_cache, output_logits=True, return_dict_in_generate=True,
     )  # fmt: skip
     inputs = {name: x[list(ORDER), :PROMPT].to(model.device) for name, x in batch().items()}
-    whole = model.generate
     if forced:
-
-        def model_generate(*args, **kwargs):
-            return whole(*args, prefix_allowed_tokens_fn=forced_token, **kwargs)
-
-        model.generate = model_generate
+        model.generate = partial(model.generate, prefix_allowed_tokens_fn=forced_token)
     model.eval()
     try:
         with torch.no_grad():
-            function = (lambda **kwargs: generate_with_shared_prefix(model, **kwargs)) if shared else model.generate
+            function = partial(generate_with_shared_prefix, model) if shared else model.generate
             output = function(**inputs, generation_config=config)
     except Exception as problem:
         return said(problem)
@@ -328,11 +319,8 @@ def compare_generation(model, cached) -> str:
         return f"FAILS: {shared}"
     if isinstance(cached, str):
         return f"without sharing {cached}"
-    if is_equal(shared, cached):
+    if error(shared, cached) <= TOLERANCE:
         return "same"
     uncached = generate(model, use_cache=False)
-    return "as without a cache" if not isinstance(uncached, str) and is_equal(shared, uncached) else "DIFFERS"
-
-
-def is_equal(got, truth) -> bool:
-    return bool((got - truth).norm() <= TOLERANCE * truth.norm())
+    is_same = not isinstance(uncached, str) and error(shared, uncached) <= TOLERANCE
+    return "as without a cache" if is_same else "DIFFERS"

@@ -88,11 +88,10 @@ def train(trainer, phases: PhaseRecorder, memory=None) -> None:
     phases.attach(trainer.model, torch_optimizer(trainer))
     if memory is not None:
         phases.high_water = CountedHighWater(memory)
+        memory.watch(trainer.model)
+        for kind, model in (("reference", trainer.ref_model), ("reward model", trainer.reward_funcs[0])):
+            if isinstance(model, Module):
+                memory.watch(model, kind)
     with memory or nullcontext():
-        if memory is not None:
-            memory.watch(trainer.model)
-            for kind, model in (("reference", trainer.ref_model), ("reward model", trainer.reward_funcs[0])):
-                if isinstance(model, Module):
-                    memory.watch(model, kind)
         trainer.train()
         phases.close()

@@ -36,13 +36,7 @@ def setups_of(prompt: int, completion: int, k: int) -> dict[str, Setup]:
         prompt, completion, k, k, dtype="float32", bf16=False, beta=0, padded=False, device="cpu", optim="adamw_torch"
     )
     shared = replace(whole, prefix_sharing=True)
-    return {
-        "whole": whole,
-        "shared": shared,
-        "shared-micro-2": replace(
-            shared, per_device_train_batch_size=2, steps_per_generation=k // 2, gradient_accumulation_steps=k // 2
-        ),
-    }
+    return {"whole": whole, "shared": shared, "shared-micro-2": shared.with_rows(2)}
 
 
 def rows_of(measured: pandas.DataFrame) -> list[dict]:

@@ -34,7 +34,7 @@ NAMES_BY_SIZE = {
     "num_embeddings",
     WINDOW: "sliding_window attention_window_size local_attention window_size sliding_window_size index_topk "
     "attention_chunk_size keep_window_size local_attention_window_len",
-    8: "head_dim attention_head_dim swa_head_dim kv_channels d_kv global_head_dim qk_nope_head_dim dim_head d_head "
+    8: "head_dim attention_head_dim swa_head_dim kv_channels d_kv qk_nope_head_dim dim_head d_head "
     "qk_rope_head_dim v_head_dim linear_head_dim linear_key_head_dim linear_value_head_dim index_head_dim "
     "attention_head_size rotary_dim resampler_head_dim hidden_size_per_layer_input d_rel ssm_state_size state_size "
     "mamba_d_state mamba_chunk_size chunk_size",
@@ -84,23 +84,12 @@ MORE: dict[str, dict] = {  # {model type of a config: what else it needs; a nest
     "dbrx": {"attn_config": {"rope_theta": 10_000.0, "clip_qkv": 8.0}},
     "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse", "sparse"]},
     "dots1": SLIDING,
-    "dots3_note_text": {
-        "head_dim": 16,
-        "swa_num_attention_heads": 4,
-        "swa_num_key_value_heads": 4,
-        "swa_q_lora_rank": 16,
-        "swa_kv_lora_rank": 16,
-        "swa_head_dim": 16,
-        "swa_qk_nope_head_dim": 8,
-        "swa_v_head_dim": 8,
-    },
     "emu3": {"vocabulary_map": {"<image>": 100}},
-    "ernie4_5_vl_moe_text": {"moe_intermediate_size": [48, 48], "rope_parameters": rope(mrope_section=[1, 1, 2])},
+    "ernie4_5_vl_moe_text": {"rope_parameters": rope(mrope_section=[1, 1, 2])},
     "glm4v_moe_text": {"rope_parameters": rope(mrope_section=[1, 1, 0], partial_rotary_factor=0.5)},
-    "glm5_next_text": {"index_kpool": 2, "head_dim": 0},
+    "glm5_next_text": {"index_kpool": 2},
     "granite4_vision": {
         "deepstack_layer_map": [[0, 0]],
-        "spatial_target_layers": [1],
         "downsample_rate": "1/2",
         "vision_config": {"hidden_size": 64},
     },
@@ -113,8 +102,6 @@ MORE: dict[str, dict] = {  # {model type of a config: what else it needs; a nest
     "mamba2": {"head_dim": 16},
     "mellum": {**SLIDING, "mlp_layer_types": ["sparse"] * 4},
     "minimax_m3_vl_text": {
-        "index_block_size": 4,
-        "index_topk_blocks": 2,
         "layer_types": ["full_attention", "minimax_m3_sparse"] * 2,
         "num_hidden_layers": 4,
         "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
@@ -140,7 +127,6 @@ MORE: dict[str, dict] = {  # {model type of a config: what else it needs; a nest
         "local_attn_chunk_length": 7,
     },
     "smollm3": SLIDING,
-    "step3p7_text": SLIDING,
     "xmod": {"default_language": "en_XX"},
     "zamba": {"attention_hidden_size": 64, "attention_head_dim": 16},
     "zamba2": {"attention_hidden_size": 64, "attention_head_dim": 16, "n_mamba_heads": 4},

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from itertools import product
 from multiprocessing import get_context
 
 from tqdm import tqdm
@@ -71,17 +72,6 @@ def part_of(model: str, trained: str, arm: str, several: bool) -> Part:
     """The one that answers. On several cards, each computes something else than one: in bfloat16 where all weights are
     trained, and a whole group where its prompt is shared."""
     return Part(model, trained, arm, several and (trained == "all" or arm == "shared"))
-
-
-def parts_of(model: str) -> list[Part]:
-    answering = [
-        part_of(model, trained, arm, several)
-        for trained in TRAINED
-        for arm in PAGE_ARMS
-        for several in (False, True)
-        if not (several and trained in ON_ONE_CARD)
-    ]
-    return list(dict.fromkeys(answering))
 
 
 def window_of(hf_config) -> int | None:
@@ -197,7 +187,9 @@ def main(argv: list[str] | None) -> int:
     number = processes("fitting.fit_data", __doc__, argv)
     if not is_same_code(PARTS.name, PARTS.name):
         shutil.rmtree(PARTS, ignore_errors=True)
-    parts = [part for model in MODELS for part in parts_of(model)]
+    asked = product(MODELS, TRAINED, PAGE_ARMS, (False, True))
+    answering = (part_of(*each) for each in asked if not (each[1] in ON_ONE_CARD and each[3]))
+    parts = list(dict.fromkeys(answering))
     missing = [part for part in parts if not part.path.exists()]
     print(f"{len(parts) - len(missing)} of {len(parts)} parts are there", flush=True)
     list(in_processes(make, missing, number))

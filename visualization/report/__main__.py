@@ -9,12 +9,29 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
+import pandas as pd
+
 from experiments.record import export
-from visualization import combine_memory_data, create_charts, tables
+from visualization import create_charts, tables
 from visualization.report.answers import answers
 from visualization.report.page import report
 from visualization.results import ARMS, MEASURES, Results, load
 from visualization.tables.of_runs import peak_texts
+
+ABOUT = ["run_id", "arm", "scale", "k", "repeat", "status"]
+
+
+def combined(results: Results) -> pd.DataFrame:
+    """One row per sample: what run it is of, then the columns of memory.csv (bytes, seconds)."""
+    frames = [results.samples(run).assign(**run[ABOUT]) for _, run in results.runs.iterrows()]
+    samples = pd.concat([frame for frame in frames if len(frame)] or [pd.DataFrame(columns=ABOUT)], ignore_index=True)
+    return samples[[*ABOUT, *(name for name in samples if name not in (*ABOUT, "t", "bytes"))]]
+
+
+def statistics(results: Results) -> pd.DataFrame:
+    """One row per (scale, arm, k): counts, medians with ranges over the finished runs, how good samples are."""
+    sampling = results.own.groupby(["scale", "arm", "k"])[["achieved_interval_s", "peak_missed_bytes"]].max()
+    return results.cells.reset_index(drop=True).merge(sampling.reset_index(), on=["scale", "arm", "k"])
 
 
 def screen(results: Results) -> str:
@@ -40,7 +57,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("results", type=Path, help="results/<machine>")
     results = load(parser.parse_args(argv).results)
     export(results.folder)
-    combine_memory_data.write(results)
+    combined(results).to_csv(results.folder / "combined_memory.csv", index=False)
+    statistics(results).to_csv(results.folder / "combined_statistics.csv", index=False)
     charts = results.folder / "charts"
     drawn = create_charts.draw_all(results, charts)
     (charts / "tables.md").write_text(tables.page(results))

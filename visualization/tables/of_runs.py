@@ -6,7 +6,7 @@ import pandas as pd
 
 from visualization.published_2025 import PUBLISHED, PUBLISHED_BUDGET, PUBLISHED_PROMPT
 from visualization.results import BASELINE, BENCH, GIB, IN_SHORT, LEAST, MIB, PHASES, Results, load, seconds, times
-from visualization.tables.text import markdown, measured_on, range_of, signed, token_ratio, whole, with_range
+from visualization.tables.text import markdown, measured_on, range_of, signed, token_ratio, whole
 
 REFERENCES = ("stock", "stock-compact")  # what a user of TRL has today: as released, with the LM head of a GPU
 
@@ -23,7 +23,8 @@ def summary(results: Results) -> str:
             continue
         cell = cells.loc[arm]
         ratio = times(clocked(cell), clocked(cells.loc[first])) if first in cells.index else float("nan")
-        took, faster = [spread(*clocked(cell, step)) for step in ("step", "first")], f"{ratio:.1f}"
+        steps, faster = (clocked(cell), clocked(cell, "first")), f"{ratio:.1f}"
+        took = [seconds(*step, 1) + range_of(*step, 1, 0.1) for step in steps]
         rows.append([or_failure(cell, name), *took, "" if pd.isna(ratio) else faster, f"{cell.above_bytes / GIB:.2f}"])
     header = ["", "step, seconds", "the first one", "times faster", "peak above start, GiB"]
     if cells["first"].isna().all():
@@ -36,7 +37,8 @@ def peak_texts(results: Results) -> pd.DataFrame:
     cells = results.cells
 
     def show(cell: pd.Series) -> str:
-        text = with_range(*(cell[f"above_bytes{end}"] / GIB for end in ("", "_low", "_high")))
+        above, low, high = (cell[f"above_bytes{end}"] / GIB for end in ("", "_low", "_high"))
+        text = f"{above:.2f}" + range_of(above, low, high, 2, 0.02)  # where it is noisy
         base = cells.above_bytes.get((BASELINE, cell.k), float("nan"))
         change = f", {signed(cell.above_bytes / base - 1)}" if cell.arm != BASELINE and base >= LEAST else ""
         return or_failure(cell, text + change)
@@ -147,11 +149,6 @@ def sampler(folder: Path) -> str:
     words = ", ".join(f"`{arm}` {missed:.0f}" for arm, missed in most.items() if missed >= 1)
     intro = "The most that samples every 50 ms missed in runs of this machine, MiB"
     return f"{measured_on(runs)}\n\n{intro}: {words}; of the others less than 1.\n"
-
-
-def spread(median: float, low: float, high: float) -> str:
-    """The median of seconds, with the range of their repeats where it is more than a tenth."""
-    return seconds(median, low, high, 1) + range_of(median, low, high, 1, 0.1)
 
 
 def clocked(cell: pd.Series, phase: str = "step") -> tuple[float, float, float]:

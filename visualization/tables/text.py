@@ -6,8 +6,6 @@ import pandas as pd
 
 from visualization.results import DEVICE_WORDS, joined, span
 
-NOISY = 0.02  # a spread above this fraction of the median is shown
-
 
 def markdown(header: Sequence[str], rows: Iterable[Sequence[str]], texts: int = 1) -> str:
     """A table whose first `texts` columns are text, the others numbers. A row shorter than the header, as of what
@@ -16,11 +14,6 @@ def markdown(header: Sequence[str], rows: Iterable[Sequence[str]], texts: int = 
     lines = [header, ["---"] * texts + ["---:"] * (len(header) - texts), *rows]
     whole_lines = ([*line, *[""] * (len(header) - len(line))] for line in lines)
     return "\n".join("| " + " | ".join(line) + " |" for line in whole_lines)
-
-
-def with_range(median: float, low: float, high: float) -> str:
-    """The median, with its range where it is noisy."""
-    return f"{median:.2f}" + range_of(median, low, high, 2, NOISY)
 
 
 def range_of(median: float, low: float, high: float, digits: int, noisy: float) -> str:
