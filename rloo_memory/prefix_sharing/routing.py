@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -296,22 +297,14 @@ class ReadPrefix:
         return torch.cat(outputs, dim=1)
 
 
-@dataclass(frozen=True)
-class _Running:
-    """
-    What a model is running: a pass of completions, whose masks it builds, or the cache that `generate` decodes with.
-    The attention of a pass gets its context as a keyword argument instead, which gradient checkpointing replays.
-    """
-
-    context: object
-    configs: list[PretrainedConfig]  # of the text part: towers have others, and go on as they are
-
-
-_running: ContextVar[_Running | None] = ContextVar("running", default=None)
+# What a model is running: a pass of completions, whose masks it builds, or the cache that `generate` decodes with. And
+# the configs of its text part: towers have others, and go on as they are. The attention of a pass gets its context as
+# a keyword argument instead, which gradient checkpointing replays
+_running: ContextVar[tuple[Any, list[PretrainedConfig]]] = ContextVar("running", default=(None, []))
 _num_running = 0  # in all threads: what a compiled model can ask, which must not ask a context variable
 
 # On modules: they attend to a prefix where they are called with one. What a text part is called with may reach towers.
-_MARK = "_attends_to_prefix"
+MARK = "_attends_to_prefix"
 
 
 @contextmanager
@@ -324,20 +317,11 @@ def running(context, configs: list[PretrainedConfig]) -> Iterator[None]:
     outer = _running.get()
     try:
         _num_running += 1
-        _running.set(_Running(context, configs))
+        _running.set((context, configs))
         yield
     finally:
         _running.set(outer)
         _num_running -= 1
-
-
-def mark(module: nn.Module) -> None:
-    """Have a module attend to the prefix that it is called with."""
-    setattr(module, _MARK, True)
-
-
-def unmark(module: nn.Module) -> None:
-    vars(module).pop(_MARK, None)
 
 
 def is_softmax_attention(implementation: str) -> bool:
@@ -347,12 +331,12 @@ def is_softmax_attention(implementation: str) -> bool:
 
 @torch.compiler.disable
 def _context_with(config: PretrainedConfig | None):
-    now = _running.get()
-    return now.context if now is not None and any(config is x for x in now.configs) else None
+    context, configs = _running.get()
+    return context if any(config is x for x in configs) else None
 
 
 def _attention(own: Attention, module: nn.Module, *args, shared_prefix=None, **kwargs):
-    if shared_prefix is None and not _num_running or _MARK not in vars(module):
+    if shared_prefix is None and not _num_running or MARK not in vars(module):
         return own.attend(module, *args, **kwargs)
     return _attend(own, module, shared_prefix, *args, **kwargs)
 
@@ -360,16 +344,14 @@ def _attention(own: Attention, module: nn.Module, *args, shared_prefix=None, **k
 @torch.compiler.disable
 def _attend(own: Attention, module: nn.Module, shared_prefix, *args, **kwargs):
     context = _context_with(module.config) if shared_prefix is None else shared_prefix
-    if context is None:
+    if context is None or shared_prefix is None and isinstance(context, RecordPrefix) and not context.windows:
         return own.attend(module, *args, **kwargs)
-    if shared_prefix is None and isinstance(context, RecordPrefix) and not context.windows:
-        return own.attend(module, *args, **kwargs)
-    if shared_prefix is None and isinstance(context, ReadPrefix | RecordPrefix):
-        raise RuntimeError(
-            f"{type(module).__name__} was called in a pass of its model without the prefix of the pass. Set "
-            "`prefix_sharing=False`."
-        )
     if isinstance(context, ReadPrefix | RecordPrefix):
+        if shared_prefix is None:
+            raise RuntimeError(
+                f"{type(module).__name__} was called in a pass of its model without the prefix of the pass. Set "
+                "`prefix_sharing=False`."
+            )
         check_graph(context.without_graph, module.layer_idx)
         context = context.on(args[0].device)
     if own.attend is sdpa_attention_forward:
