@@ -116,33 +116,31 @@ def _versions(values) -> list[int]:
     return [x._version for x in _tensors(values) if not x.is_inference()]
 
 
-class _Watched:
+def _checked(hook: Callable) -> Callable:
     """A hook that must not change what it is given."""
 
-    def __init__(self, hook: Callable):
-        self.hook = hook
-
-    def __call__(self, module: nn.Module, *given):
+    def checked(module: nn.Module, *given) -> None:
         before = _versions(given)
-        returned = self.hook(module, *given)
-        if returned is not None or _versions(given) != before:
-            name = getattr(self.hook, "__qualname__", type(self.hook).__name__)
+        if hook(module, *given) is not None or _versions(given) != before:
+            name = getattr(hook, "__qualname__", type(hook).__name__)
             raise GoesWhole(
                 f"The hook `{name}` changes what {type(module).__name__} computes, and has been there for less long "
                 "than prompts are shared, so it may expect a row for each completion. Register it before: then it is "
                 "tried on a few tokens."
             )
 
+    return checked
+
 
 @contextmanager
 def watched(model: nn.Module, known: frozenset[int]) -> Iterator[None]:
     """Raise a [`GoesWhole`] where a hook of the user's, none of these that are `known`, changes something."""
-    replaced = [(hooks, number, hooks[number]) for hooks, number in _own_hooks(model) if number not in known]
-    for hooks, number, hook in replaced:
-        hooks[number] = _Watched(hook)
+    found = [(hooks, number, hooks[number]) for hooks, number in _own_hooks(model) if number not in known]
+    for hooks, number, hook in found:
+        hooks[number] = _checked(hook)
     try:
         yield
     finally:
-        for hooks, number, hook in replaced:
+        for hooks, number, hook in found:
             if number in hooks:
                 hooks[number] = hook
