@@ -150,7 +150,7 @@ def _run_pass(
             **inputs,
             # Without a mask, restarting positions would be taken for a padding-free batch
             attention_mask=torch.ones_like(context.positions)[None],
-            position_ids=context.positions[None] + context.prefix.offset,
+            position_ids=context.positions[None] + context.prefix.last.offset,
             use_cache=False,
             shared_prefix=context,
             **kwargs,
@@ -277,7 +277,7 @@ class _Forward:
                 "`transformers.AttentionInterface`, or their states to the cache that they were called with, so its "
                 "prompts cannot be shared. Set `prefix_sharing=False`."
             )
-        unshard_in_backward(self.backbone, node.layers())
+        unshard_in_backward(self.backbone, node.slots)
         self.nodes[branch] = node
         self.tree.keep(branch, node, self.rows[-1] + 1)
 

@@ -88,6 +88,12 @@ class States:
             return None
         return self.prefix.read(slot, self.shape[0])
 
+    def _write(self, slot: tuple, columns: torch.Tensor, size: int) -> None:
+        if self.record is not None:
+            kept = columns if self.has_tokens else columns[..., :0]
+            # The last columns, in a copy: a slice would keep all of them
+            self.record.write(slot, nn.functional.pad(kept, (size - kept.shape[-1], 0)))
+
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
         return self._read((layer_idx, "conv", state_idx))
 
@@ -107,21 +113,14 @@ class States:
     ) -> torch.Tensor:
         before = self.get_conv_state(layer_idx, state_idx)
         columns = conv_states if before is None else torch.cat([before, conv_states], dim=-1)
-        if self.record is not None:
-            size = (conv_kernel_size or conv_states.shape[-1]) if before is None else before.shape[-1]
-            kept = columns if self.has_tokens else columns[..., :0]
-            # The last columns, in a copy (1, D, K): a slice would keep all of them
-            self.record.write((layer_idx, "conv", state_idx), nn.functional.pad(kept, (size - kept.shape[-1], 0)))
+        size = (conv_kernel_size or conv_states.shape[-1]) if before is None else before.shape[-1]
+        self._write((layer_idx, "conv", state_idx), columns, size)
         return columns
 
     def update_recurrent_state(
         self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs
     ) -> torch.Tensor:
-        if self.record is not None:
-            size = recurrent_states.shape[-1]
-            kept = recurrent_states if self.has_tokens else recurrent_states[..., :0]
-            state = nn.functional.pad(kept, (0, size - kept.shape[-1]))  # a copy
-            self.record.write((layer_idx, "recurrent", state_idx), state)
+        self._write((layer_idx, "recurrent", state_idx), recurrent_states, recurrent_states.shape[-1])
         return recurrent_states
 
     def to_rows(self, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -234,6 +233,6 @@ def fork_states(
     """Give each row of a cache layer, which has no states yet, a copy of those that the prompt of its group left."""
     update = {"conv": layer.update_conv_state, "recurrent": layer.update_recurrent_state}
     row_order = torch.cat(groups).argsort()
-    for slot in prefixes[0].nodes[-1].states_of(layer_idx):
+    for slot in prefixes[0].last.states_of(layer_idx):
         states = [prefix.read(slot, len(rows)) for prefix, rows in zip(prefixes, groups, strict=True)]
         update[slot[1]](torch.cat(states)[row_order.to(states[0].device)], state_idx=slot[2])
