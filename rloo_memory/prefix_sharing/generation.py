@@ -18,7 +18,7 @@ from .fsdp2 import base_model_forward
 from .images import MultimodalInputs
 from .lm_head import causal_lm_of
 from .nodes import Path
-from .passes import GoesWhole, exceeds_longrope, gather_together, on_any_process, on_any_that_gathers
+from .passes import GoesWhole, gather_together, on_any_process, on_any_that_gathers, position_shift
 from .routing import running
 from .shared_passes import at_least_one, prompt_pass, prompts_of
 from .states import cache_argument
@@ -124,7 +124,7 @@ def _with_cache(generation_config: GenerationConfig | None, options: dict) -> tu
 def _changes_frequencies(model: PreTrainedModel, inputs: dict) -> bool:
     """Whether `generate` computes all keys and values again on the way, with other frequencies (`longrope`)."""
     new, length = (_option(model, inputs, name) for name in ("max_new_tokens", "max_length"))
-    return exceeds_longrope(model.config, length if new is None else inputs["input_ids"].shape[1] + new)
+    return position_shift(model.config, length if new is None else inputs["input_ids"].shape[1] + new) > 0
 
 
 def _positions_to_continue(
