@@ -240,15 +240,11 @@ def check_weights(model: PreTrainedModel, before: tuple, grad: torch.Tensor) -> 
         )
 
 
-def is_one(ids) -> bool:
-    """Whether these are the ids of one text, and not those of several."""
-    return len(ids) > 0 and torch.as_tensor(ids[0], device="cpu").ndim == 0
-
-
 def ids_of(given, name: str, number: int | None = None) -> list[torch.Tensor]:
     """One-dimensional tensors of token ids on the host. Where texts are `number`, the ids of one stand for all."""
     try:
-        texts = [given] * (number or 1) if is_one(given) else list(given)
+        is_one_text = len(given) > 0 and torch.as_tensor(given[0], device="cpu").ndim == 0
+        texts = [given] * (number or 1) if is_one_text else list(given)
         texts = [torch.as_tensor(text, device="cpu") for text in texts]
     except (KeyError, TypeError, ValueError, RuntimeError):
         raise ValueError(f"`{name}` must be token ids, as a tokenizer's `input_ids`, not {given!r:.80}.") from None
@@ -289,13 +285,9 @@ class _Rows:
         return cls(model, ids.clamp(min=0), (ids >= 0).long(), width)
 
     @property
-    def causal_lm(self) -> PreTrainedModel:
-        return causal_lm_of(self.model)
-
-    @property
     def prompts(self) -> Prompts:
         ids, mask = (x[:, : self.width].cpu() for x in (self.ids, self.mask))
-        return prompts_of(self.causal_lm.base_model, ids, mask, MultimodalInputs.of({}, len(ids)))
+        return prompts_of(causal_lm_of(self.model).base_model, ids, mask, MultimodalInputs.of({}, len(ids)))
 
     def score(self, passes: SharedPrefixPasses, temperature: float) -> torch.Tensor:
         def of(states: torch.Tensor, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -308,7 +300,8 @@ class _Rows:
         # The autocast in which accelerate has put the forward of a model that it has prepared
         is_prepared = is_initialized() and hasattr(self.model, "_original_forward")
         with get_mixed_precision_context_manager(True) if is_prepared else nullcontext():
-            states = passes.forward(self.causal_lm.base_model, self.ids, self.mask).last_hidden_state[:, :-1]
+            output = passes.forward(causal_lm_of(self.model).base_model, self.ids, self.mask)
+            states = output.last_hidden_state[:, :-1]
             chunks = zip(*(x.split(TOKENS_OF_LOGITS) for x in (states[places], *tokens)), strict=True)
             # Logits are computed again in the backward, so those of one chunk exist at a time
             values = torch.cat([checkpoint(of, *chunk, use_reentrant=False) for chunk in chunks])

@@ -112,15 +112,6 @@ def _check(model: PreTrainedModel, inputs: dict) -> None:
         raise GoesWhole(f"it was called without `{missing[0]}`. Pass it.")
 
 
-def _with_cache(generation_config: GenerationConfig | None, options: dict) -> tuple[GenerationConfig | None, dict]:
-    """Whatever was asked for: without the cache there is no prefix."""
-    if generation_config is None:
-        return None, {**options, "use_cache": True}
-    generation_config = copy.copy(generation_config)
-    generation_config.use_cache = True
-    return generation_config, options
-
-
 def _changes_frequencies(model: PreTrainedModel, inputs: dict) -> bool:
     """Whether `generate` computes all keys and values again on the way, with other frequencies (`longrope`)."""
     new, length = (_option(model, inputs, name) for name in ("max_new_tokens", "max_length"))
@@ -172,7 +163,11 @@ def generate_with_shared_prefix(
     multimodal.check(base_model.base_model, input_ids, attention_mask, prefix_length=input_ids.shape[1])
     positions = _positions_to_continue(base_model, input_ids, attention_mask)
     cache = prefill(forward, base_model.base_model, input_ids, attention_mask, positions, group_size, multimodal)
-    generation_config, options = _with_cache(generation_config, options)
+    # Whatever was asked for: without the cache there is no prefix
+    options["use_cache"] = True
+    if generation_config is not None:
+        generation_config = copy.copy(generation_config)
+        generation_config.use_cache = options.pop("use_cache")
     with running(cache, base_model.base_model._prefix_sharing.configs):
         return model.generate(
             input_ids=input_ids,
