@@ -2,13 +2,14 @@
 
 import functools
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from types import SimpleNamespace
 
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
@@ -97,66 +98,32 @@ def gathered(weights: Iterable[nn.Parameter]) -> AbstractContextManager:
 
 
 @contextmanager
-def _in_float32(model: PreTrainedModel) -> Iterator[None]:
+def _layer_by_layer(model: PreTrainedModel, in_float32: bool) -> Iterator[None]:
     """
-    Have a model in half precision compute in float32, layer by layer: there is no room for a copy of the model.
-    Embeddings are left out, which are large, and exact in any dtype.
+    Have the weights of each layer here while it runs, as they are only in training where ZeRO-3 divides them. A model
+    in half precision computes `in_float32`: there is no room for a copy of the model. Embeddings are left out, which
+    are large, and exact in any dtype.
     """
-    handles, before = [], {}
+    handles: list[RemovableHandle] = []
+    entered: dict[nn.Module, ExitStack] = {}
 
-    def enter(places, module, args):
-        for tensors, name in places:
-            x = tensors[name]
-            if x.dtype in _HALF_PRECISION:
-                before[id(x)] = (x, x.data)
-                x.data = x.data.float()
-
-    def leave(places, module, args, output):
-        for tensors, name in places:
-            x, data = before.pop(id(tensors[name]), (None, None))
-            if x is not None:
-                x.data = data
-
-    def widen(module, args, output):
-        return output.float()
-
-    try:
-        for module, parts in _layers(model.base_model):
-            places = [
-                (tensors, name)
-                for part in parts
-                if not isinstance(part, nn.Embedding)
-                for tensors in (part._parameters, part._buffers)
-                for name, x in tensors.items()
-                if x is not None and x.dtype in _HALF_PRECISION
-            ]
-            if isinstance(module, nn.Embedding):
-                handles.append(module.register_forward_hook(widen))
-            elif places:
-                handles.append(module.register_forward_pre_hook(functools.partial(enter, places)))
-                handles.append(module.register_forward_hook(functools.partial(leave, places)))
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-        for x, data in before.values():
-            x.data = data
-
-
-@contextmanager
-def _gathering(model: PreTrainedModel) -> Iterator[None]:
-    """Have the weights of each layer here while it runs, as they are only in training where ZeRO-3 divides them."""
-    handles, here = [], {}
-
+    @torch.compiler.disable
     def enter(parts, module, args):
-        here[module] = gathered(weight for part in parts for weight in part.parameters(recurse=False))
-        here[module].__enter__()
+        entered[module] = stack = ExitStack()
+        stack.enter_context(gathered(x for part in parts for x in part.parameters(recurse=False)))
+        for part in parts if in_float32 else ():
+            for x in (*part.parameters(recurse=False), *part.buffers(recurse=False)):
+                if x.dtype in _HALF_PRECISION and not isinstance(part, nn.Embedding):
+                    stack.callback(setattr, x, "data", x.data)
+                    x.data = x.data.float()
 
+    @torch.compiler.disable
     def leave(module, args, output):
-        here.pop(module).__exit__(None, None, None)
+        entered.pop(module).close()
+        return output.float() if in_float32 and isinstance(module, nn.Embedding) else None
 
     try:
-        for module, parts in _layers(model.base_model) if is_deepspeed_zero3_enabled() else ():
+        for module, parts in _layers(model.base_model) if in_float32 or is_deepspeed_zero3_enabled() else ():
             # Before anything else looks at them, and until all others have
             handles.append(module.register_forward_pre_hook(functools.partial(enter, parts), prepend=True))
             handles.append(module.register_forward_hook(leave))
@@ -164,8 +131,8 @@ def _gathering(model: PreTrainedModel) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
-        for weights in here.values():
-            weights.__exit__(None, None, None)
+        for stack in entered.values():
+            stack.close()
 
 
 @contextmanager
@@ -203,7 +170,7 @@ def error_of_passes(model: PreTrainedModel, passes, training: bool = False, prom
         if dtypes <= {*_HALF_PRECISION, torch.float32}:
             try:
                 takes_float32 = model.config.get_text_config()._attn_implementation in ("sdpa", "eager")
-                with _in_float32(model), _gathering(model), nullcontext() if takes_float32 else _in_eager(model):
+                with _layer_by_layer(model, in_float32=True), nullcontext() if takes_float32 else _in_eager(model):
                     error = _beyond_rounding(_compare(model, passes, prompts_alike), torch.float32)
                 if takes_float32 or error != 0:
                     return error
@@ -214,7 +181,7 @@ def error_of_passes(model: PreTrainedModel, passes, training: bool = False, prom
                     raise
         # Layers with a state compute in float32 whatever the weights are
         dtype = max(model.dtype, torch.float32, key=lambda dtype: torch.finfo(dtype).eps)
-        with _gathering(model):
+        with _layer_by_layer(model, in_float32=False):
             return _beyond_rounding(_compare(model, passes, prompts_alike), dtype)
 
 
