@@ -251,13 +251,8 @@ def _shares_starts(model: PreTrainedModel) -> bool | None:
 
 def shares_starts(model: PreTrainedModel) -> bool | None:
     """Whether a model that [`enable_prefix_sharing`] has prepared shares what different prompts begin with, too; None
-    if it could not be tried, and then it does not, until it is told by [`share_starts`]."""
+    if it could not be tried, and then it does not."""
     return causal_lm_of(model).base_model._prefix_sharing.shares_starts
-
-
-def share_starts(model: PreTrainedModel, shares: bool) -> None:
-    """Let it share what different prompts begin with, or not."""
-    causal_lm_of(model).base_model._prefix_sharing.shares_starts = shares
 
 
 def disable_prefix_sharing(model: PreTrainedModel, holder=None) -> None:

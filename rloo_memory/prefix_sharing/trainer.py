@@ -14,7 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from .config import check_processes
-from .enabling import check_dropout, disable_prefix_sharing, enable_prefix_sharing, share_starts, shares_starts
+from .enabling import check_dropout, disable_prefix_sharing, enable_prefix_sharing, shares_starts
 from .generation import generate_with_shared_prefix
 from .hooks import has_parameter_hooks, state_of, traces_of
 from .images import OF_IMAGES, OF_TOKENS, MultimodalInputs, count_tiles
@@ -96,7 +96,7 @@ class TrainerPasses:
             self._shares_starts = self._agreed(shares_starts)
             self._may_go_whole = not takes_images and self._agreed(takes_whole_rows)
             for each in self._models:
-                share_starts(each, self._shares_starts)
+                causal_lm_of(each).base_model._prefix_sharing.shares_starts = self._shares_starts
         self._in_one_backward = accelerator.distributed_type != DistributedType.NO
         # The completions of a prompt can be spread over several micro-batches
         self._splits_groups = args.prefix_sharing and args.per_device_train_batch_size < args.num_generations
