@@ -221,9 +221,8 @@ def _compare(model: PreTrainedModel, mixers: list[nn.Module], in_training: bool)
     hidden_size = model.config.get_text_config().hidden_size
     for mixer in {type(mixer): mixer for mixer in mixers}.values():
         with gathered(mixer.parameters()):
-            ignores = ignores_state(mixer, Node(torch.arange(2)), hidden_size)
-        if ignores:
-            raise CannotShare(model, f"{type(mixer).__name__} does not start from the state of a prompt.")
+            if ignores_state(mixer, Node(torch.arange(2)), hidden_size):
+                raise CannotShare(model, f"{type(mixer).__name__} does not start from the state of a prompt.")
 
 
 def _shares_starts(model: PreTrainedModel) -> bool | None:

@@ -77,7 +77,7 @@ class TrainerPasses:
         self._batches: dict[bool, _Batch | None] = {}  # the last one of training, and of evaluation
         self._scored: Tree | None = None  # of all rows of the last one
         self._trained: Tree | None = None  # of those of an update
-        self._rows: range | None = None  # of the rollout, from this micro-batch to the end of its update
+        self._rows = range(0)  # of the rollout, from this micro-batch to the end of its update
         self._state: tuple = ()  # of the model in this micro-batch
         self._traces: tuple = ()  # of changes of its weights and gradients, behind the last one
         self._place = 0  # of the micro-batch in its update
@@ -184,7 +184,7 @@ class TrainerPasses:
     def _tree_to_train(self, model: PreTrainedModel) -> Tree | None:
         """That of the update, None for rows that are no part of a training step, or score another model than it
         trains: a reference, or the policy without its adapter."""
-        if self._rows is None or self._batch is None:
+        if not self._rows or self._batch is None:
             return None
         if model is not causal_lm_of(self.model) or state_of(self.model) != self._state:
             return None
@@ -201,10 +201,7 @@ class TrainerPasses:
 
     def _first_row(self, tree: Tree | None) -> int:
         """Which row of an update's tree is the first one of the micro-batch."""
-        if tree is None:
-            return 0
-        assert self._rows is not None  # within a micro-batch
-        return len(tree.prompts) - len(self._rows)
+        return 0 if tree is None else len(tree.prompts) - len(self._rows)
 
     def _tree(self, batch: _Batch, prompts: Prompts, rows_per_backward: int | None = None) -> Tree:
         backward = {"rows_per_backward": rows_per_backward, "in_one_backward": self._in_one_backward}
@@ -387,7 +384,7 @@ class TrainerPasses:
             if updates or stop >= len(tree.prompts):
                 tree.leave(len(tree.prompts))
                 self._trained = None
-        self._rows, self._place = None, 0 if updates else self._place + 1
+        self._rows, self._place = range(0), 0 if updates else self._place + 1
         if self._trained is not None:
             self._traces = traces_of(self.model)
 
@@ -395,8 +392,7 @@ class TrainerPasses:
         """Forget what is kept for the next micro-batch."""
         for tree in filter(None, (self._trained, self._scored)):
             tree.close()
-        self._trained = self._rows = None
-        self._place = 0
+        self._trained, self._rows, self._place = None, range(0), 0
 
     def remove(self) -> None:
         """Take back what was done to the models. In the middle of an update, prompts have their backward."""
