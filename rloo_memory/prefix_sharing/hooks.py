@@ -105,15 +105,12 @@ def traces_of(model: nn.Module) -> tuple:
     return versions_of(model), weights_of(model), grads
 
 
-def _tensors(values) -> list[torch.Tensor]:
-    if isinstance(values, torch.Tensor):
-        return [values]
-    values = values.values() if isinstance(values, dict) else values if isinstance(values, list | tuple) else ()
-    return [x for value in values for x in _tensors(value)]
-
-
 def _versions(values) -> list[int]:
-    return [x._version for x in _tensors(values) if not x.is_inference()]
+    """Of the tensors among them: each changes where something writes into a tensor."""
+    if isinstance(values, torch.Tensor):
+        return [] if values.is_inference() else [values._version]
+    values = values.values() if isinstance(values, dict) else values if isinstance(values, list | tuple) else ()
+    return [version for value in values for version in _versions(value)]
 
 
 def _checked(hook: Callable) -> Callable:

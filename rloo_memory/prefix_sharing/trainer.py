@@ -147,7 +147,6 @@ class TrainerPasses:
         """
         self._has_passes |= torch.is_grad_enabled()
         bounds = (given["input_ids"].size(1) - given["logits_to_keep"], self.args.tokens_per_forward)
-        num_images, num_tiles = given.get("num_images"), given.get("num_tiles")
         common = {"activation_offloading": self.args.activation_offloading, "count": self.count}
         if not self.args.prefix_sharing or self._goes_whole:
             return TokenBudgetPasses(*bounds, **common)
@@ -157,11 +156,10 @@ class TrainerPasses:
             first += self._first_row(tree)
         elif first == 0 and tree is not None:
             tree.close()  # each model that scores begins with the first row
+        common |= {name: given[name][rows] for name in ("num_images", "num_tiles") if given.get(name) is not None}
         return SharedPrefixPasses(
             *bounds,
             completions_per_forward=self.args.per_device_train_batch_size if self._splits_groups else None,
-            num_images=None if num_images is None else num_images[rows],
-            num_tiles=None if num_tiles is None else num_tiles[rows],
             tree=tree,
             rows=range(first, first + rows.stop - rows.start),
             group_size=self._batch.group_size if alone and self._batch is not None else 1,
