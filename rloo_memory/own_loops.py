@@ -214,9 +214,9 @@ def check_head(model: PreTrainedModel) -> None:
     """Raise a `ValueError` if logits are made of more than the last hidden state and the id of each token."""
     causal_lm, states, why = causal_lm_of(model), [], "."
     ids = _Rows.of(model, [torch.arange(4, device="cpu")], [torch.arange(4, 8, device="cpu")]).ids
-    handle = causal_lm.base_model.register_forward_hook(lambda *given: states.append(given[2].last_hidden_state))
+    hook = causal_lm.base_model.register_forward_hook(lambda *given: states.append(given[2].last_hidden_state))
     try:
-        with without_dropout(model):
+        with hook, without_dropout(model):
             logits = model(input_ids=ids, use_cache=False).logits
             apart = (logits_of(model, states[0].flip(1), ids.flip(1)).flip(1) - logits).abs()
         most = torch.finfo(causal_lm.dtype).eps ** 0.5 * logits.abs().nanmedian()
@@ -225,8 +225,6 @@ def check_head(model: PreTrainedModel) -> None:
         raise
     except Exception as error:
         why = f" ({type(error).__name__}: {error}). Load it with `AutoModelForCausalLM`."
-    finally:
-        handle.remove()
     if not getattr(causal_lm, "_makes_logits_of_states", False):
         raise ValueError(f"{type(causal_lm).__name__} does not make logits of a token's last state and id alone{why}")
 

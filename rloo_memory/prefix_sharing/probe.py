@@ -9,7 +9,6 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
-from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
@@ -104,7 +103,6 @@ def _layer_by_layer(model: PreTrainedModel, in_float32: bool) -> Iterator[None]:
     in half precision computes `in_float32`: there is no room for a copy of the model. Embeddings are left out, which
     are large, and exact in any dtype.
     """
-    handles: list[RemovableHandle] = []
     entered: dict[nn.Module, ExitStack] = {}
 
     @torch.compiler.disable
@@ -123,14 +121,14 @@ def _layer_by_layer(model: PreTrainedModel, in_float32: bool) -> Iterator[None]:
         return output.float() if in_float32 and isinstance(module, nn.Embedding) else None
 
     try:
-        for module, parts in _layers(model.base_model) if in_float32 or is_deepspeed_zero3_enabled() else ():
-            # Before anything else looks at them, and until all others have
-            handles.append(module.register_forward_pre_hook(functools.partial(enter, parts), prepend=True))
-            handles.append(module.register_forward_hook(leave))
-        yield
+        with ExitStack() as hooks:
+            for module, parts in _layers(model.base_model) if in_float32 or is_deepspeed_zero3_enabled() else ():
+                # Before anything else looks at them, and until all others have
+                before = functools.partial(enter, parts)
+                hooks.enter_context(module.register_forward_pre_hook(before, prepend=True))
+                hooks.enter_context(module.register_forward_hook(leave))
+            yield
     finally:
-        for handle in handles:
-            handle.remove()
         for stack in entered.values():
             stack.close()
 
@@ -200,14 +198,12 @@ def counts_positions(model: PreTrainedModel) -> bool:
 
     def forward(backbone: nn.Module, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> SimpleNamespace:
         positions = torch.arange(_FAR, _FAR + input_ids.shape[1], device=input_ids.device)[None]
-        handles = [module.register_forward_pre_hook(bring_back, with_kwargs=True) for module in rotary]
-        try:
+        with ExitStack() as hooks:
+            for module in rotary:
+                hooks.enter_context(module.register_forward_pre_hook(bring_back, with_kwargs=True))
             states = backbone(
                 input_ids=input_ids, attention_mask=attention_mask, position_ids=positions, use_cache=False
             ).last_hidden_state
-        finally:
-            for handle in handles:
-                handle.remove()
         return SimpleNamespace(last_hidden_state=states[:, PROBE_PREFIX_LENGTH - 1 :])
 
     # Models without such modules look up what they have for each position, and have nothing for these
