@@ -9,7 +9,6 @@ import transformers
 from accelerate.utils import is_peft_model
 from packaging.version import Version
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 from transformers import PretrainedConfig, PreTrainedModel
 
 from .hooks import hooks_of
@@ -27,7 +26,7 @@ from .probe import (
 )
 from .routing import MARK, is_softmax_attention
 from .shared_passes import SharedPrefixPasses
-from .states import SUPPORTED_LAYER_TYPES, find_mixers, ignores_state, layers_by_kind, share_states
+from .states import SUPPORTED_LAYER_TYPES, find_mixers, ignores_state, layers_by_kind, share_states, unshare_states
 from .tree import Prompts, Tree
 
 logger = logging.getLogger(__name__)
@@ -42,39 +41,34 @@ _DROPOUTS = ("p", "attention_dropout", "attn_dropout", "residual_dropout", "embe
 class _Route:
     """What of a model attends to a shared prefix."""
 
-    def __init__(self, configs: list[PretrainedConfig]):
-        self.configs = configs  # of the text part, see [`~prefix_sharing.routing.running`]
+    def __init__(self, model: PreTrainedModel):
+        # Of a multimodal model, those of the text part: towers keep theirs. Copies of layers can have copies of them
+        text_config = model.config.get_text_config()
+        configs = [getattr(module, "config", None) for module in model.modules()]
+        distinct = {id(x): x for x in configs if isinstance(x, PretrainedConfig)}.values()
+        # See [`~prefix_sharing.routing.running`]
+        self.configs = [x for x in distinct if type(x) is type(text_config) or x.get_text_config() is text_config]
         self.in_training = True  # what it is tried for
         # Also between prompts, of what they begin with; None where it could not be tried
         self.shares_starts: bool | None = False
         self.hooks: frozenset[int] = frozenset()  # the user's, with which the model was tried
-        self.handles: list[RemovableHandle] = []
         self.holders: WeakSet = WeakSet()  # trainers' passes, each of which needs it until it is removed
 
     def __reduce__(self):
         return type(None), ()  # a copy of a model, on disk or in another process, shares nothing
 
-    @classmethod
-    def of(cls, model: PreTrainedModel) -> "_Route":
-        # Of a multimodal model, those of the text part: towers keep theirs. Copies of layers can have copies of them
-        text_config = model.config.get_text_config()
-        configs = [getattr(module, "config", None) for module in model.modules()]
-        distinct = {id(x): x for x in configs if isinstance(x, PretrainedConfig)}.values()
-        return cls([x for x in distinct if type(x) is type(text_config) or x.get_text_config() is text_config])
-
     def install(self, backbone: nn.Module, mixers: list[nn.Module]) -> None:
         self.hooks = hooks_of(backbone)
-        self.handles = share_states(mixers)
+        share_states(mixers)
         for module in set(backbone.modules()).difference(mixers):
             config = getattr(module, "config", None)
             if getattr(module, "layer_idx", None) is not None and any(config is x for x in self.configs):
                 setattr(module, MARK, True)
 
     def remove(self, backbone: nn.Module) -> None:
-        for handle in self.handles:
-            handle.remove()
         for module in backbone.modules():
             vars(module).pop(MARK, None)
+            unshare_states(module)
 
 
 def enable_prefix_sharing(
@@ -95,7 +89,7 @@ def enable_prefix_sharing(
         _check_layers(model, mixers)
         if in_training:
             check_dropout(model, shares_dropout)
-        route = _Route.of(model)
+        route = _Route(model)
         route.in_training = in_training
         route.install(model.base_model, mixers)
         model.base_model._prefix_sharing = route

@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import LinearAttentionLayer
 
@@ -178,8 +177,8 @@ def _leave(name: str, mixer: nn.Module, args: tuple, kwargs: dict, output: torch
     return states.pack(output) if isinstance(states, States) else output
 
 
-def _drop_hooks(mixer: nn.Module) -> None:
-    """A copy of a mixer has copies of the hooks below, which would pack its rows twice."""
+def unshare_states(mixer: nn.Module) -> None:
+    """Remove the hooks of [`share_states`]. A copy of a mixer has copies of them, which would pack its rows twice."""
     before = mixer._forward_pre_hooks, mixer._forward_pre_hooks_with_kwargs
     behind = mixer._forward_hooks, mixer._forward_hooks_with_kwargs
     for hooks, with_kwargs in (before, behind):
@@ -187,16 +186,13 @@ def _drop_hooks(mixer: nn.Module) -> None:
             del hooks[number], with_kwargs[number]
 
 
-def share_states(mixers: list[nn.Module]) -> list[RemovableHandle]:
+def share_states(mixers: list[nn.Module]) -> None:
     """Have mixers start from the states of a shared prefix where they are called with one, and leave them there."""
-    handles = []
     for mixer in mixers:
-        _drop_hooks(mixer)
+        unshare_states(mixer)
         name = cache_argument(mixer)
-        enter, leave = functools.partial(_enter, name), functools.partial(_leave, name)
-        handles.append(mixer.register_forward_pre_hook(enter, with_kwargs=True))
-        handles.append(mixer.register_forward_hook(leave, with_kwargs=True))
-    return handles
+        mixer.register_forward_pre_hook(functools.partial(_enter, name), with_kwargs=True)
+        mixer.register_forward_hook(functools.partial(_leave, name), with_kwargs=True)
 
 
 @torch.no_grad()
