@@ -11,7 +11,6 @@ with shared_prompts(model, prompts) as shared:  # in parts, each with a backward
 from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial
 from threading import RLock
 from typing import TypeAlias
@@ -78,7 +77,7 @@ def log_probs(
     check_tokens_per_forward(tokens_per_forward)
     prepare(model, temperature, shares_dropout)
     completion_ids = ids_of(completions, "completions")
-    rows = _Rows.of(model, ids_of(prompts, "prompts", len(completion_ids)), completion_ids)
+    rows = _Rows(model, ids_of(prompts, "prompts", len(completion_ids)), completion_ids)
     tree = Tree.of(rows.prompts, positions_from_zero=True)
     return rows.score(SharedPrefixPasses(rows.width, tokens_per_forward=tokens_per_forward, tree=tree), temperature)
 
@@ -105,7 +104,7 @@ class shared_prompts:
         self.model, self.temperature = model, temperature
         self.prompt_ids = ids_of(prompts, "prompts")
         self.width = max(map(len, self.prompt_ids))
-        prompts = _Rows.of(model, self.prompt_ids, self.prompt_ids).prompts
+        prompts = _Rows(model, self.prompt_ids, self.prompt_ids).prompts
         # With other adapters, in other precision, and with `longrope` in long rows, a prompt has other keys
         self.trees: defaultdict[tuple, Tree] = defaultdict(
             lambda: OpenTree.of(prompts, every_prompt=True, positions_from_zero=True)
@@ -146,7 +145,7 @@ class shared_prompts:
                 f"`rows` must be {len(completions)} numbers from 0 to {len(self.prompt_ids) - 1}, one for each "
                 f"completion, and is {rows}."
             )
-        batch = _Rows.of(
+        batch = _Rows(
             self.model, [self.prompt_ids[row] for row in rows], ids_of(completions, "completions"), self.width
         )
         device = batch.ids.device.type
@@ -213,7 +212,7 @@ def prepare(model: PreTrainedModel, temperature: float, shares_dropout: bool) ->
 def check_head(model: PreTrainedModel) -> None:
     """Raise a `ValueError` if logits are made of more than the last hidden state and the id of each token."""
     causal_lm, states, why = causal_lm_of(model), [], "."
-    ids = _Rows.of(model, [torch.arange(4, device="cpu")], [torch.arange(4, 8, device="cpu")]).ids
+    ids = _Rows(model, [torch.arange(4, device="cpu")], [torch.arange(4, 8, device="cpu")]).ids
     hook = causal_lm.base_model.register_forward_hook(lambda *given: states.append(given[2].last_hidden_state))
     try:
         with hook, without_dropout(model):
@@ -256,31 +255,24 @@ def ids_of(given, name: str, number: int | None = None) -> list[torch.Tensor]:
     return [text.long() for text in texts]
 
 
-@dataclass(frozen=True)
 class _Rows:
     """Left-padded prompts followed by right-padded completions, of shape `(N, P + C)`."""
 
-    model: PreTrainedModel
-    ids: torch.Tensor
-    mask: torch.Tensor
-    width: int  # P
-
-    @classmethod
-    def of(cls, model, prompts: list[torch.Tensor], completions: list[torch.Tensor], width: int = 0) -> "_Rows":
+    def __init__(self, model, prompts: list[torch.Tensor], completions: list[torch.Tensor], width: int = 0):
         size = model.get_input_embeddings().weight.shape[0]
         tokens = torch.cat([*prompts, *completions])
         if len(wrong := tokens[(tokens < 0) | (tokens >= size)]) > 0:
             raise ValueError(f"A token id is {int(wrong[0])}, and the model has embeddings of {size} tokens.")
-        width = max(width, *map(len, prompts))
+        self.model, self.width = model, max(width, *map(len, prompts))  # P
         parts = [
-            torch.stack([torch.nn.functional.pad(x, (width - len(x), 0), value=-1) for x in prompts]),
+            torch.stack([torch.nn.functional.pad(x, (self.width - len(x), 0), value=-1) for x in prompts]),
             pad_sequence(completions, batch_first=True, padding_value=-1),
         ]
         # Where weights are offloaded, their own device is none that anything is computed on
         hook = getattr(model.get_input_embeddings(), "_hf_hook", None)
         device = getattr(hook, "execution_device", None)
         ids = torch.cat(parts, dim=1).to(model.device if device is None else device)
-        return cls(model, ids.clamp(min=0), (ids >= 0).long(), width)
+        self.ids, self.mask = ids.clamp(min=0), (ids >= 0).long()
 
     @property
     def prompts(self) -> Prompts:

@@ -6,7 +6,6 @@ Shape suffixes: B rows, S tokens of a node, N rows that share a prompt, R prompt
 """
 
 import functools
-from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -26,22 +25,18 @@ MIN_NEW_STEPS = 64
 _MAX_MASKS = 8
 
 
-@dataclass
 class _Common:
-    """Keys and values of what the prompts of some groups begin with, of shape `(num_key_value_heads, 1, S, D)`."""
+    """
+    What the prompts of some groups begin with, of these `rows`, or of all if that is None: keys and values of shape
+    `(1, num_key_value_heads, S, D)`.
+    """
 
-    groups: list[int]
-    rows: torch.Tensor | None  # None: all
-    places: torch.Tensor | None  # of these rows and their key heads
-    states: tuple[torch.Tensor, torch.Tensor]
-
-    @classmethod
-    def of(cls, groups: list[int], rows: torch.Tensor | None, states: tuple[torch.Tensor, torch.Tensor]) -> "_Common":
-        """With keys and values of shape `(1, num_key_value_heads, S, D)`."""
-        places, num_heads = None, states[0].shape[1]
+    def __init__(self, groups: list[int], rows: torch.Tensor | None, states: tuple[torch.Tensor, torch.Tensor]):
+        self.groups, self.rows = groups, rows
+        self.states = states[0].transpose(0, 1), states[1].transpose(0, 1)  # (num_key_value_heads, 1, S, D)
         if rows is not None:
-            places = (rows[:, None] * num_heads + torch.arange(num_heads, device=rows.device)).flatten()
-        return cls(groups, rows, places, tuple(x.transpose(0, 1) for x in states))
+            heads = torch.arange(states[0].shape[1], device=rows.device)
+            self.places = (rows[:, None] * len(heads) + heads).flatten()  # of these rows and their key heads
 
 
 class _SharedPrefixLayer(CacheLayerMixin):
@@ -295,7 +290,7 @@ class SharedPrefixCache(Cache):
             commons = []
             for node, groups in self._groups_of_common.items():
                 rows = None if len(groups) == len(prefixes) else torch.cat([rows_of[group] for group in groups])
-                commons.append(_Common.of(groups, rows, node.take_attention(layer_idx)))
+                commons.append(_Common(groups, rows, node.take_attention(layer_idx)))
             layer = layer_class(stacked, stacks, self._groups_of_stack, self.prefix_length, commons)
         else:
             layer = LinearAttentionLayer(number_of_states)
