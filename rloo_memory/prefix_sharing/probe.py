@@ -136,15 +136,11 @@ def _layer_by_layer(model: PreTrainedModel, in_float32: bool) -> Iterator[None]:
 @contextmanager
 def _in_eager(model: PreTrainedModel) -> Iterator[None]:
     """Have the attention of the modeling file stand in for kernels that take no float32."""
-    configs = model.base_model._prefix_sharing.configs
-    before = [config._attn_implementation for config in configs]
-    try:
-        for config in configs:
+    with ExitStack() as stack:
+        for config in model.base_model._prefix_sharing.configs:
+            stack.callback(setattr, config, "_attn_implementation_internal", config._attn_implementation)
             config._attn_implementation_internal = "eager"
         yield
-    finally:
-        for config, own in zip(configs, before, strict=True):
-            config._attn_implementation_internal = own
 
 
 def can_be_tried(model: nn.Module) -> bool:
