@@ -5,11 +5,12 @@ behind a prefix, whatever implementation the model was loaded with.
 Shape suffixes: S prefix tokens, T tokens of a packed pass, D head size.
 """
 
+import copy
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -156,7 +157,6 @@ def _size_in_window(prefix: Path, window: int | None) -> int:
     return prefix.size if window is None else min(prefix.size, window - 1)
 
 
-@dataclass(frozen=True)
 class ReadPrefix:
     """
     Attention context of a pass behind a prefix. Completions are packed in one row after one another: each attends to
@@ -169,49 +169,38 @@ class ReadPrefix:
     prefix only.
     """
 
-    prefix: Path
-    positions: torch.Tensor  # (T,)
-    rows: torch.Tensor  # (T,), completion that each token belongs to
-    window: int | None  # of layers that have one, in tokens, the attending one included
-    runs: Runs  # of the completions
-    blocks: list[int]  # number of tokens of completions that attend together
-    states: States  # what layers with a state start from
-    record: RecordPrefix | None = None
-    without_graph: set[int] = field(default_factory=set)  # layers that ran so
-    windows: set[int | None] = field(default_factory=set)  # of the causal masks that the model asked for
-    masks: dict[int | None, torch.Tensor] = field(default_factory=dict)  # those that layers needed, by window
-    copies: dict[torch.device, "ReadPrefix"] = field(default_factory=dict)  # for layers on other devices
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         prefix: Path,
-        positions: torch.Tensor,
-        rows: torch.Tensor,
-        columns: torch.Tensor,
-        lengths: list[int],
-        window: int | None = None,
+        positions: torch.Tensor,  # (T,)
+        rows: torch.Tensor,  # (T,), completion that each token belongs to
+        columns: torch.Tensor,  # (T,), its place there
+        lengths: list[int],  # of the completions
+        window: int | None = None,  # of layers that have one, in tokens, the attending one included
         record: RecordPrefix | None = None,
-    ) -> "ReadPrefix":
-        """Context of completions of these `lengths`, of which each token is in a row and column."""
-        blocks = [0]
+    ):
+        self.prefix, self.positions, self.rows, self.window, self.record = prefix, positions, rows, window, record
+        self.blocks = [0]  # number of tokens of completions that attend together
         prefix_size = _size_in_window(prefix, window)  # where there are windows, hardly any other layer has a mask
         for length in lengths:
-            if blocks[-1] + length > prefix_size * _MAX_BLOCK_PER_PREFIX and blocks[-1] > 0:
-                blocks.append(0)
-            blocks[-1] += length
-        runs = Runs.of(lengths, rows.device)
-        states = States.behind(prefix, rows, columns, lengths, record)
-        return cls(prefix, positions, rows, window, runs, blocks, states, record)
+            if self.blocks[-1] + length > prefix_size * _MAX_BLOCK_PER_PREFIX and self.blocks[-1] > 0:
+                self.blocks.append(0)
+            self.blocks[-1] += length
+        self.runs = Runs.of(lengths, rows.device)
+        self.states = States(prefix, record, rows=rows, columns=columns, lengths=lengths)
+        self.without_graph: set[int] = set()  # layers that ran so
+        self.windows: set[int | None] = set()  # of the causal masks that the model asked for
+        self.masks: dict[int | None, torch.Tensor] = {}  # those that layers needed, by window
+        self.copies: dict[torch.device, ReadPrefix] = {}  # for layers on other devices
 
     def on(self, device: torch.device) -> "ReadPrefix":
         """For layers on a device, where a model is spread over several."""
         if device == self.positions.device:
             return self
         if device not in self.copies:
-            positions, rows = self.positions.to(device), self.rows.to(device)
-            runs, states = replace(self.runs, starts=self.runs.starts.to(device)), self.states.on(device)
-            self.copies[device] = replace(self, positions=positions, rows=rows, runs=runs, states=states, masks={})
+            there = self.copies[device] = copy.copy(self)
+            there.positions, there.rows, there.masks = self.positions.to(device), self.rows.to(device), {}
+            there.runs, there.states = replace(self.runs, starts=self.runs.starts.to(device)), self.states.on(device)
         return self.copies[device]
 
     def prefix_size(self, has_window: bool) -> int:

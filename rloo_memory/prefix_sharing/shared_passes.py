@@ -91,7 +91,7 @@ def prompt_pass(
     if parent is not None:
         places = torch.arange(len(positions), device=positions.device)
         row = torch.zeros_like(places)
-        context = ReadPrefix.of(parent, positions, row, places, [len(places)], _window(backbone), record)
+        context = ReadPrefix(parent, positions, row, places, [len(places)], _window(backbone), record)
         inputs = {**inputs, "attention_mask": torch.ones_like(places)[None]}
     route = getattr(backbone, "_prefix_sharing", None)  # None: taken back, and found out by what layers leave
     try:
@@ -187,7 +187,7 @@ class _Forward:
             self._run_branch(*each, **kwargs)
         tokens, window = tokens[len(branches) :], _window(self.backbone)
         contexts = [
-            ReadPrefix.of(self._path(branch, self.rows[0]), x.position, x.of_pass, x.place, x.lengths, window)
+            ReadPrefix(self._path(branch, self.rows[0]), x.position, x.of_pass, x.place, x.lengths, window)
             for (branch, _), x in zip(passes, tokens, strict=True)
         ]
         outputs = run_passes(

@@ -17,6 +17,7 @@ channels of a convolution, K its width.
 
 import functools
 import inspect
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -62,20 +63,12 @@ class States:
     has_tokens: bool = True  # else what goes through is no part of a prompt, and its completions start from zero
     rows: torch.Tensor | None = None  # (T,), row that each token belongs to. None: there is one row
     columns: torch.Tensor | None = None  # (T,), its place there
-    shape: tuple[int, int] = (1, 0)  # N, L
+    lengths: Sequence[int] = (0,)  # of the rows
 
-    @classmethod
-    def behind(
-        cls,
-        prefix: "Path | Node",
-        rows: torch.Tensor,
-        columns: torch.Tensor,
-        lengths: list[int],
-        record: "RecordPrefix | None" = None,
-    ) -> "States":
-        # With a single token and a state, mixers take a path for decoding that writes in place
-        shape = (len(lengths), max(2, *lengths))
-        return cls(prefix, record, rows=rows, columns=columns, shape=shape)
+    @property
+    def shape(self) -> tuple[int, int]:
+        """N, L. With a single token and a state, mixers take a path for decoding that writes in place."""
+        return len(self.lengths), max(2, *self.lengths)
 
     def on(self, device: torch.device) -> "States":
         if self.rows is None or self.columns is None:
@@ -210,7 +203,7 @@ def ignores_state(mixer: nn.Module, prefix: "Node", hidden_size: int) -> bool:
     name = cache_argument(mixer)
     mixer(hidden_states, **{name: States(record=prefix)})
     columns = torch.arange(2, device=weight.device)
-    read = States.behind(prefix, torch.zeros_like(columns), columns, lengths=[2])
+    read = States(prefix, rows=torch.zeros_like(columns), columns=columns, lengths=[2])
     states = dict(prefix.slots)
     for kind in {slot[1] for slot in states}:
         outputs = []
