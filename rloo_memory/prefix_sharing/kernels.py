@@ -4,7 +4,6 @@ The kernels that attend to a shared prefix and to what is behind it, PyTorch's f
 Shape suffixes: B rows, Q queries, K keys, H heads, G query heads that read the same key head, D head size.
 """
 
-import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -158,7 +157,6 @@ def backward_on_cpu(grad, query, key, value, output, lse, seen: Seen | None, sca
     return of_query, of_key.to(key.dtype), of_value.to(value.dtype)
 
 
-@dataclass(frozen=True)
 class _CallOnCuda:
     """
     Tensors of FlashAttention-2, which have their heads behind their tokens, and which of them attend to each other.
@@ -167,51 +165,28 @@ class _CallOnCuda:
     anything, are rows, which all have the last keys of the prefix. The kernel puts their ends side by side.
     """
 
-    seen: Seen | None
-    num_queries: int
-    num_keys: int
-
-    @property
-    def in_rows(self) -> bool:
-        return self.seen is not None and self.seen.distance is not None
-
-    @property
-    def arguments(self) -> tuple:
-        """Bounds of the runs, most queries and keys of one, dropout, whether they attend causally."""
+    def __init__(self, seen: Seen | None, num_queries: int, num_keys: int):
+        self.seen, self.num_queries, self.num_keys = seen, num_queries, num_keys
+        self.in_rows = seen is not None and seen.distance is not None
+        # Bounds of the runs, most queries and keys of one, dropout, whether they attend causally
+        self.arguments: tuple = (None, None, num_queries, num_keys, 0.0, False)
+        self.windows: dict[str, int] = {}
+        if seen is None:
+            return
+        starts, lengths = seen.runs.starts, seen.runs.lengths
         if self.in_rows:
-            return None, None, self.num_first, self.num_last, 0.0, False
-        if self.seen is None:
-            return None, None, self.num_queries, self.num_keys, 0.0, False
-        # A bound, never 1: for single queries, the kernel mixes up the log-sum-exps of grouped heads of different runs
-        runs = self.seen.runs
-        longest = max(2, *runs.lengths)
-        return runs.starts, runs.starts, longest, longest, 0.0, True
-
-    @property
-    def windows(self) -> dict[str, int]:
-        if self.seen is None or self.seen.window is None:
-            return {}
-        if self.in_rows:
-            return {"window_size_left": self.seen.reach - self.num_first, "window_size_right": -1}
-        return {"window_size_left": self.seen.window - 1, "window_size_right": 0}
-
-    @property
-    def num_first(self) -> int:
-        assert self.seen is not None
-        return min(self.seen.reach, max(self.seen.runs.lengths))
-
-    @property
-    def num_last(self) -> int:
-        assert self.seen is not None
-        return min(self.seen.reach, self.num_keys)
-
-    @functools.cached_property
-    def places(self) -> torch.Tensor:
-        """Place in the packed row of each query of the rows, behind the last one where a run is shorter."""
-        assert self.seen is not None
-        starts = self.seen.runs.starts
-        places = starts[:-1, None] + torch.arange(self.num_first, device=starts.device)
-        return places.where(places < starts[1:, None], self.num_queries)
+            num_first, self.num_last = min(seen.reach, max(lengths)), min(seen.reach, num_keys)
+            self.arguments = (None, None, num_first, self.num_last, 0.0, False)
+            self.windows = {"window_size_left": seen.reach - num_first, "window_size_right": -1}
+            # Place in the packed row of each query of the rows, behind the last one where a run is shorter
+            places = starts[:-1, None] + torch.arange(num_first, device=starts.device)
+            self.places = places.where(places < starts[1:, None], num_queries)
+        else:
+            # A bound, never 1: of single queries, the kernel mixes up log-sum-exps of grouped heads of different runs
+            longest = max(2, *lengths)
+            self.arguments = (starts, starts, longest, longest, 0.0, True)
+            if seen.window is not None:
+                self.windows = {"window_size_left": seen.window - 1, "window_size_right": 0}
 
     def of_queries(self, x: torch.Tensor) -> torch.Tensor:
         """`(B, H, Q, ...)` as the kernel takes it, tokens first."""
