@@ -93,18 +93,8 @@ def _unfold(x: torch.Tensor, num_groups: int) -> torch.Tensor:
 
 
 def _batch(x: torch.Tensor, num_groups: int) -> torch.Tensor:
-    """`(B, H, Q, ...)` as `(B * G, H / G, Q, ...)`: more rows, where each query may see other keys."""
-    return x.unflatten(1, (-1, num_groups)).transpose(1, 2).flatten(0, 1)
-
-
-def _unbatch(x: torch.Tensor, num_groups: int) -> torch.Tensor:
-    x = x.unflatten(0, (-1, num_groups)).movedim((3, 2), (1, 2))  # (B, Q, H / G, G, ...)
-    return x.flatten(2, 3).transpose(1, 2)
-
-
-def _repeat(x: torch.Tensor, num_groups: int) -> torch.Tensor:
-    """Keys `(B, H / G, K, D)` for the rows of [`_batch`], without a copy if B is 1."""
-    return x.unsqueeze(1).expand(-1, num_groups, -1, -1, -1).flatten(0, 1)
+    """A view of `(1, H, Q, ...)`, `(G, H / G, Q, ...)`: more rows, where each query may see other keys."""
+    return x[0].unflatten(0, (-1, num_groups)).transpose(0, 1)
 
 
 # The kernels below take a query of shape (B, H, Q, D) and keys of fewer heads. All queries see all keys, unless
@@ -125,13 +115,13 @@ def forward_on_cpu(query, key, value, seen: Seen | None, scale: float | None):
     for tile in seen.tiles(key.shape[2]):
         tile_output, tile_lse = kernel(
             _batch(query[:, :, tile.queries], num_groups),
-            *(_repeat(x[:, :, tile.keys], num_groups) for x in (key, value)),
+            *(x[:, :, tile.keys].expand(num_groups, -1, -1, -1) for x in (key, value)),
             is_causal=tile.is_causal,
             attn_mask=seen.mask(tile, query.dtype),
             scale=scale,
         )
-        output[:, :, tile.queries] = _unbatch(tile_output, num_groups)
-        lse[:, :, tile.queries] = _unbatch(tile_lse, num_groups)
+        _batch(output[:, :, tile.queries], num_groups).copy_(tile_output)
+        _batch(lse[:, :, tile.queries], num_groups).copy_(tile_lse)
     return output, lse
 
 
@@ -148,12 +138,12 @@ def backward_on_cpu(grad, query, key, value, output, lse, seen: Seen | None, sca
         tile_grad, tile_query, tile_output, tile_lse = (
             _batch(x[:, :, tile.queries], num_groups) for x in (grad, query, output, lse)
         )
-        tile_key, tile_value = (_repeat(x[:, :, tile.keys], num_groups) for x in (key, value))
+        tile_key, tile_value = (x[:, :, tile.keys].expand(num_groups, -1, -1, -1) for x in (key, value))
         mask, tensors = seen.mask(tile, query.dtype), (tile_grad, tile_query, tile_key, tile_value)
         grads = kernel(*tensors, tile_output, tile_lse, 0.0, tile.is_causal, attn_mask=mask, scale=scale)
-        of_query[:, :, tile.queries] = _unbatch(grads[0], num_groups)
+        _batch(of_query[:, :, tile.queries], num_groups).copy_(grads[0])
         for total, part in zip((of_key, of_value), grads[1:], strict=True):
-            total[:, :, tile.keys] += part.unflatten(0, (-1, num_groups)).sum(1)
+            total[:, :, tile.keys] += part.sum(0, keepdim=True)
     return of_query, of_key.to(key.dtype), of_value.to(value.dtype)
 
 
