@@ -10,7 +10,7 @@ import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -200,7 +200,7 @@ class ReadPrefix:
         if device not in self.copies:
             there = self.copies[device] = copy.copy(self)
             there.positions, there.rows, there.masks = self.positions.to(device), self.rows.to(device), {}
-            there.runs, there.states = replace(self.runs, starts=self.runs.starts.to(device)), self.states.on(device)
+            there.runs, there.states = Runs.of(self.runs.lengths, device), self.states.on(device)
         return self.copies[device]
 
     def prefix_size(self, has_window: bool) -> int:
