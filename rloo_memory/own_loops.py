@@ -11,7 +11,6 @@ with shared_prompts(model, prompts) as shared:  # in parts, each with a backward
 from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial
 from threading import RLock
 from typing import TypeAlias
@@ -78,7 +77,7 @@ def log_probs(
     check_tokens_per_forward(tokens_per_forward)
     prepare(model, temperature, shares_dropout)
     completion_ids = ids_of(completions, "completions")
-    rows = _Rows.of(model, ids_of(prompts, "prompts", len(completion_ids)), completion_ids)
+    rows = _Rows(model, ids_of(prompts, "prompts", len(completion_ids)), completion_ids)
     tree = Tree.of(rows.prompts, positions_from_zero=True)
     return rows.score(SharedPrefixPasses(rows.width, tokens_per_forward=tokens_per_forward, tree=tree), temperature)
 
@@ -105,7 +104,7 @@ class shared_prompts:
         self.model, self.temperature = model, temperature
         self.prompt_ids = ids_of(prompts, "prompts")
         self.width = max(map(len, self.prompt_ids))
-        prompts = _Rows.of(model, self.prompt_ids, self.prompt_ids).prompts
+        prompts = _Rows(model, self.prompt_ids, self.prompt_ids).prompts
         # With other adapters, in other precision, and with `longrope` in long rows, a prompt has other keys
         self.trees: defaultdict[tuple, Tree] = defaultdict(
             lambda: OpenTree.of(prompts, every_prompt=True, positions_from_zero=True)
@@ -146,7 +145,7 @@ class shared_prompts:
                 f"`rows` must be {len(completions)} numbers from 0 to {len(self.prompt_ids) - 1}, one for each "
                 f"completion, and is {rows}."
             )
-        batch = _Rows.of(
+        batch = _Rows(
             self.model, [self.prompt_ids[row] for row in rows], ids_of(completions, "completions"), self.width
         )
         device = batch.ids.device.type
@@ -213,10 +212,10 @@ def prepare(model: PreTrainedModel, temperature: float, shares_dropout: bool) ->
 def check_head(model: PreTrainedModel) -> None:
     """Raise a `ValueError` if logits are made of more than the last hidden state and the id of each token."""
     causal_lm, states, why = causal_lm_of(model), [], "."
-    ids = _Rows.of(model, [torch.arange(4, device="cpu")], [torch.arange(4, 8, device="cpu")]).ids
-    handle = causal_lm.base_model.register_forward_hook(lambda *given: states.append(given[2].last_hidden_state))
+    ids = _Rows(model, [torch.arange(4, device="cpu")], [torch.arange(4, 8, device="cpu")]).ids
+    hook = causal_lm.base_model.register_forward_hook(lambda *given: states.append(given[2].last_hidden_state))
     try:
-        with without_dropout(model):
+        with hook, without_dropout(model):
             logits = model(input_ids=ids, use_cache=False).logits
             apart = (logits_of(model, states[0].flip(1), ids.flip(1)).flip(1) - logits).abs()
         most = torch.finfo(causal_lm.dtype).eps ** 0.5 * logits.abs().nanmedian()
@@ -225,8 +224,6 @@ def check_head(model: PreTrainedModel) -> None:
         raise
     except Exception as error:
         why = f" ({type(error).__name__}: {error}). Load it with `AutoModelForCausalLM`."
-    finally:
-        handle.remove()
     if not getattr(causal_lm, "_makes_logits_of_states", False):
         raise ValueError(f"{type(causal_lm).__name__} does not make logits of a token's last state and id alone{why}")
 
@@ -240,15 +237,11 @@ def check_weights(model: PreTrainedModel, before: tuple, grad: torch.Tensor) -> 
         )
 
 
-def is_one(ids) -> bool:
-    """Whether these are the ids of one text, and not those of several."""
-    return len(ids) > 0 and torch.as_tensor(ids[0], device="cpu").ndim == 0
-
-
 def ids_of(given, name: str, number: int | None = None) -> list[torch.Tensor]:
     """One-dimensional tensors of token ids on the host. Where texts are `number`, the ids of one stand for all."""
     try:
-        texts = [given] * (number or 1) if is_one(given) else list(given)
+        is_one_text = len(given) > 0 and torch.as_tensor(given[0], device="cpu").ndim == 0
+        texts = [given] * (number or 1) if is_one_text else list(given)
         texts = [torch.as_tensor(text, device="cpu") for text in texts]
     except (KeyError, TypeError, ValueError, RuntimeError):
         raise ValueError(f"`{name}` must be token ids, as a tokenizer's `input_ids`, not {given!r:.80}.") from None
@@ -262,40 +255,29 @@ def ids_of(given, name: str, number: int | None = None) -> list[torch.Tensor]:
     return [text.long() for text in texts]
 
 
-@dataclass(frozen=True)
 class _Rows:
     """Left-padded prompts followed by right-padded completions, of shape `(N, P + C)`."""
 
-    model: PreTrainedModel
-    ids: torch.Tensor
-    mask: torch.Tensor
-    width: int  # P
-
-    @classmethod
-    def of(cls, model, prompts: list[torch.Tensor], completions: list[torch.Tensor], width: int = 0) -> "_Rows":
+    def __init__(self, model, prompts: list[torch.Tensor], completions: list[torch.Tensor], width: int = 0):
         size = model.get_input_embeddings().weight.shape[0]
         tokens = torch.cat([*prompts, *completions])
         if len(wrong := tokens[(tokens < 0) | (tokens >= size)]) > 0:
             raise ValueError(f"A token id is {int(wrong[0])}, and the model has embeddings of {size} tokens.")
-        width = max(width, *map(len, prompts))
+        self.model, self.width = model, max(width, *map(len, prompts))  # P
         parts = [
-            torch.stack([torch.nn.functional.pad(x, (width - len(x), 0), value=-1) for x in prompts]),
+            torch.stack([torch.nn.functional.pad(x, (self.width - len(x), 0), value=-1) for x in prompts]),
             pad_sequence(completions, batch_first=True, padding_value=-1),
         ]
         # Where weights are offloaded, their own device is none that anything is computed on
         hook = getattr(model.get_input_embeddings(), "_hf_hook", None)
         device = getattr(hook, "execution_device", None)
         ids = torch.cat(parts, dim=1).to(model.device if device is None else device)
-        return cls(model, ids.clamp(min=0), (ids >= 0).long(), width)
-
-    @property
-    def causal_lm(self) -> PreTrainedModel:
-        return causal_lm_of(self.model)
+        self.ids, self.mask = ids.clamp(min=0), (ids >= 0).long()
 
     @property
     def prompts(self) -> Prompts:
         ids, mask = (x[:, : self.width].cpu() for x in (self.ids, self.mask))
-        return prompts_of(self.causal_lm.base_model, ids, mask, MultimodalInputs.of({}, len(ids)))
+        return prompts_of(causal_lm_of(self.model).base_model, ids, mask, MultimodalInputs.of({}, len(ids)))
 
     def score(self, passes: SharedPrefixPasses, temperature: float) -> torch.Tensor:
         def of(states: torch.Tensor, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -308,7 +290,8 @@ class _Rows:
         # The autocast in which accelerate has put the forward of a model that it has prepared
         is_prepared = is_initialized() and hasattr(self.model, "_original_forward")
         with get_mixed_precision_context_manager(True) if is_prepared else nullcontext():
-            states = passes.forward(self.causal_lm.base_model, self.ids, self.mask).last_hidden_state[:, :-1]
+            output = passes.forward(causal_lm_of(self.model).base_model, self.ids, self.mask)
+            states = output.last_hidden_state[:, :-1]
             chunks = zip(*(x.split(TOKENS_OF_LOGITS) for x in (states[places], *tokens)), strict=True)
             # Logits are computed again in the backward, so those of one chunk exist at a time
             values = torch.cat([checkpoint(of, *chunk, use_reentrant=False) for chunk in chunks])

@@ -36,22 +36,22 @@ class HighWater:
     """Peak memory since the last `reset()`: torch's counters on CUDA, resident memory from /proc on Linux."""
 
     def __init__(self, device_kind: str):
-        self.cuda = device_kind == "cuda"
+        self.cuda = None
+        if device_kind == "cuda":
+            import torch
+
+            self.cuda = torch.cuda
         self.can_reset = self.reset()
 
     def wait(self) -> None:
         """Until the device has done what it was given: what is measured ends there, not where the host has asked."""
         if self.cuda:
-            import torch
-
-            torch.cuda.synchronize()
+            self.cuda.synchronize()
 
     def reset(self) -> bool:
         """Start a new measurement. Returns whether the resident high-water mark could be reset."""
         if self.cuda:
-            import torch
-
-            torch.cuda.reset_peak_memory_stats()
+            self.cuda.reset_peak_memory_stats()
         try:
             Path("/proc/self/clear_refs").write_text("5")  # proc(5): resets VmHWM
         except OSError:
@@ -62,9 +62,7 @@ class HighWater:
         """(peak allocated, peak reserved, peak resident, device used now), bytes."""
         allocated = reserved = used = None
         if self.cuda:
-            import torch
-
-            allocated, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+            allocated, reserved = self.cuda.max_memory_allocated(), self.cuda.max_memory_reserved()
             used = level("cuda")
         return allocated, reserved, status_bytes("VmHWM") if self.can_reset else None, used
 

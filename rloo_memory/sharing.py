@@ -198,12 +198,6 @@ class PromptSharing:
             )
         return rows
 
-    def compare_rows(self, call: Call) -> None:
-        """Once a rollout, before its rows are scored: old and reference log-probabilities are of the same rows."""
-        if not self.rollout_compared:
-            self.rollout_compared = True
-            self.in_use.compare_rows(call.given)
-
     def generate_single_turn(self, original, *args, **kwargs):
         model = self.trainer.accelerator.unwrap_model(self.trainer.model_wrapped)
         images = Call.of(self.names["_generate_single_turn"], args, kwargs).given.get("images")
@@ -219,8 +213,10 @@ class PromptSharing:
 
     def get_per_token_logps_and_entropies(self, original, *args, **kwargs):
         call = Call.of(self.names["_get_per_token_logps_and_entropies"], args, kwargs)
-        if not torch.is_grad_enabled():
-            self.compare_rows(call)
+        if not torch.is_grad_enabled() and not self.rollout_compared:
+            # Once a rollout, before its rows are scored: old and reference log-probabilities are of the same rows
+            self.rollout_compared = True
+            self.in_use.compare_rows(call.given)
         if not self.compared and self.can_compare(call.given["model"]):
             self.compare_with_whole_rows(original, call)
             self.compared = True

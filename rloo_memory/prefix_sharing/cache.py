@@ -5,7 +5,7 @@ those of what prompts begin with once for these prompts.
 Shape suffixes: B rows, S tokens of a node, N rows that share a prompt, R prompts that are stacked, D head size.
 """
 
-from dataclasses import dataclass
+import functools
 
 import torch
 from torch import nn
@@ -25,22 +25,18 @@ MIN_NEW_STEPS = 64
 _MAX_MASKS = 8
 
 
-@dataclass
 class _Common:
-    """Keys and values of what the prompts of some groups begin with, of shape `(num_key_value_heads, 1, S, D)`."""
+    """
+    What the prompts of some groups begin with, of these `rows`, or of all if that is None: keys and values of shape
+    `(1, num_key_value_heads, S, D)`.
+    """
 
-    groups: list[int]
-    rows: torch.Tensor | None  # None: all
-    places: torch.Tensor | None  # of these rows and their key heads
-    states: tuple[torch.Tensor, torch.Tensor]
-
-    @classmethod
-    def of(cls, groups: list[int], rows: torch.Tensor | None, states: tuple[torch.Tensor, torch.Tensor]) -> "_Common":
-        """With keys and values of shape `(1, num_key_value_heads, S, D)`."""
-        places, num_heads = None, states[0].shape[1]
+    def __init__(self, groups: list[int], rows: torch.Tensor | None, states: tuple[torch.Tensor, torch.Tensor]):
+        self.groups, self.rows = groups, rows
+        self.states = states[0].transpose(0, 1), states[1].transpose(0, 1)  # (num_key_value_heads, 1, S, D)
         if rows is not None:
-            places = (rows[:, None] * num_heads + torch.arange(num_heads, device=rows.device)).flatten()
-        return cls(groups, rows, places, tuple(x.transpose(0, 1) for x in states))
+            heads = torch.arange(states[0].shape[1], device=rows.device)
+            self.places = (rows[:, None] * len(heads) + heads).flatten()  # of these rows and their key heads
 
 
 class _SharedPrefixLayer(CacheLayerMixin):
@@ -232,6 +228,12 @@ def _in_one_run(prefix: torch.Tensor, own: torch.Tensor, shape: torch.Size, toge
     return torch.cat([copies, own.transpose(1, 2)], dim=3).flatten(0, 1)
 
 
+def _own_alone(num_rows: int, prefix_size: int, num_steps: int, device: torch.device) -> torch.Tensor:
+    """Mask of rows that attend together: each sees the prefix and what it has generated itself."""
+    is_own = torch.eye(num_rows, dtype=torch.bool, device=device).repeat_interleave(num_steps, dim=1)
+    return nn.functional.pad(is_own, (prefix_size, 0), value=True)[None, None]
+
+
 class _SharedPrefixAndStatesLayer(_SharedPrefixLayer, LinearAttentionAndFullAttentionLayer):
     """Cache layer of a layer that attends and has a state, which is each row's own."""
 
@@ -251,7 +253,7 @@ class SharedPrefixCache(Cache):
         self.prefix_length = prefix_length
         self.offsets = torch.zeros(sum(map(len, groups)), 1, dtype=torch.long, device=groups[0].device)
         for prefix, rows in zip(prefixes, groups, strict=True):
-            self.offsets[rows] = prefix.offset
+            self.offsets[rows] = prefix.last.offset
         stacks: dict[tuple[tuple[int, ...], int], list[int]] = {}
         for group, (prefix, rows) in enumerate(zip(prefixes, groups, strict=True)):
             lengths = tuple(len(node.positions) for node in prefix.nodes)
@@ -259,25 +261,26 @@ class SharedPrefixCache(Cache):
         self._groups_of_stack = list(stacks.values())
         self.stacks = [torch.stack([groups[group] for group in stack]) for stack in self._groups_of_stack]
         self.row_order = torch.cat([rows.flatten() for rows in self.stacks]).argsort()
-        self.sources = prefixes[0].sources
+        self.sources = prefixes[0].last.sources
         self._groups_of_common: dict[Node, list[int]] = {}  # parents before children
         for group, prefix in enumerate(prefixes):
             for node in prefix.nodes[:-1]:
                 self._groups_of_common.setdefault(node, []).append(group)
         layers: list[_SharedPrefixLayer | LinearAttentionLayer] = []
         # The layers behind the last that leaves something have no use for a cache
-        for layer_idx in range(max(*self.sources, *prefixes[0].nodes[-1].layers()) + 1):
+        for layer_idx in range(max(*self.sources, *(slot[0] for slot in prefixes[0].slots)) + 1):
             source = self.sources.get(layer_idx, layer_idx)
             layers.append(self._layer(layer_idx, prefixes) if source == layer_idx else layers[source])
         super().__init__(layers=layers)
-        self._masks: dict[tuple, torch.Tensor] = {}
+        # All layers of a step share the mask, or some do where others slide
+        self._own_alone = functools.lru_cache(_MAX_MASKS)(_own_alone)
         self._windows: set[int | None] = set()  # of the causal masks that the model asked for
 
     def _layer(self, layer_idx: int, prefixes: list[Path]):
-        number_of_states = len({state_idx for _, _, state_idx in prefixes[0].nodes[-1].states_of(layer_idx)})
+        number_of_states = len({state_idx for _, _, state_idx in prefixes[0].last.states_of(layer_idx)})
         if layer_idx in self.sources:
             layer_class = _SharedPrefixAndStatesLayer if number_of_states else _SharedPrefixLayer
-            states = [prefix.nodes[-1].take_attention(layer_idx) for prefix in prefixes]
+            states = [prefix.last.take_attention(layer_idx) for prefix in prefixes]
             stacked = [
                 tuple(torch.cat(x) for x in zip(*[states[group] for group in stack], strict=True))
                 for stack in self._groups_of_stack
@@ -287,7 +290,7 @@ class SharedPrefixCache(Cache):
             commons = []
             for node, groups in self._groups_of_common.items():
                 rows = None if len(groups) == len(prefixes) else torch.cat([rows_of[group] for group in groups])
-                commons.append(_Common.of(groups, rows, node.take_attention(layer_idx)))
+                commons.append(_Common(groups, rows, node.take_attention(layer_idx)))
             layer = layer_class(stacked, stacks, self._groups_of_stack, self.prefix_length, commons)
         else:
             layer = LinearAttentionLayer(number_of_states)
@@ -315,15 +318,11 @@ class SharedPrefixCache(Cache):
         if self.sources[module.layer_idx] == module.layer_idx:
             layer.append(key, value)
         if layer.is_merged is None:
-            layer.is_merged = self._kernel_takes(layer, query, kwargs)
+            alike = all(x.shape[-1] == query.shape[-1] and x.dtype == query.dtype for x in layer.own)
+            layer.is_merged = alike and is_plain(kwargs) and kernels_take(*layer.own)
         if layer.is_merged and attention_mask is None:
             return layer.attend(query, kwargs.get("scaling"), kwargs.get("s_aux")), None
         return self._attend_behind_copies(own, module, query, layer, attention_mask, **kwargs), None
-
-    def _kernel_takes(self, layer: _SharedPrefixLayer, query: torch.Tensor, kwargs: dict) -> bool:
-        head_size = query.shape[-1]
-        alike = all(x.shape[-1] == head_size and x.dtype == query.dtype for x in layer.own)
-        return alike and is_plain(kwargs) and kernels_take(*layer.own)
 
     def _attend_behind_copies(self, own: Attention, module, query, layer, attention_mask, **kwargs):
         # Keys of prefix and rows are one run, for attention that cannot be merged. As long as the rows of a group
@@ -346,14 +345,3 @@ class SharedPrefixCache(Cache):
             output = own.masked(module, group_query, key, value, allowed, **kwargs)
             outputs.append(output.reshape(len(rows), 1, *output.shape[2:]))
         return torch.cat(outputs)[self.row_order.to(query.device)]
-
-    def _own_alone(self, num_rows: int, prefix_size: int, num_steps: int, device: torch.device) -> torch.Tensor:
-        # All layers of a step share the mask, or some do where others slide
-        sizes = (num_rows, prefix_size, num_steps, device)
-        if sizes not in self._masks:
-            if len(self._masks) == _MAX_MASKS:
-                self._masks.clear()
-            is_own = torch.eye(num_rows, dtype=torch.bool, device=device)
-            is_own = is_own.repeat_interleave(num_steps, dim=1)
-            self._masks[sizes] = nn.functional.pad(is_own, (prefix_size, 0), value=True)[None, None]
-        return self._masks[sizes]

@@ -1,10 +1,7 @@
 """Prefix sharing: which models can share a prompt, and what is done to them and undone."""
 
-import functools
 import logging
-from collections.abc import Callable
 from types import SimpleNamespace
-from typing import NoReturn
 from weakref import WeakSet
 
 import torch
@@ -12,7 +9,6 @@ import transformers
 from accelerate.utils import is_peft_model
 from packaging.version import Version
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 from transformers import PretrainedConfig, PreTrainedModel
 
 from .hooks import hooks_of
@@ -28,9 +24,9 @@ from .probe import (
     error_of_passes,
     gathered,
 )
-from .routing import is_softmax_attention, mark, unmark
+from .routing import MARK, is_softmax_attention
 from .shared_passes import SharedPrefixPasses
-from .states import SUPPORTED_LAYER_TYPES, find_mixers, ignores_state, layers_by_kind, share_states
+from .states import SUPPORTED_LAYER_TYPES, find_mixers, ignores_state, layers_by_kind, share_states, unshare_states
 from .tree import Prompts, Tree
 
 logger = logging.getLogger(__name__)
@@ -45,39 +41,34 @@ _DROPOUTS = ("p", "attention_dropout", "attn_dropout", "residual_dropout", "embe
 class _Route:
     """What of a model attends to a shared prefix."""
 
-    def __init__(self, configs: list[PretrainedConfig]):
-        self.configs = configs  # of the text part, see [`~prefix_sharing.routing.running`]
+    def __init__(self, model: PreTrainedModel):
+        # Of a multimodal model, those of the text part: towers keep theirs. Copies of layers can have copies of them
+        text_config = model.config.get_text_config()
+        configs = [getattr(module, "config", None) for module in model.modules()]
+        distinct = {id(x): x for x in configs if isinstance(x, PretrainedConfig)}.values()
+        # See [`~prefix_sharing.routing.running`]
+        self.configs = [x for x in distinct if type(x) is type(text_config) or x.get_text_config() is text_config]
         self.in_training = True  # what it is tried for
         # Also between prompts, of what they begin with; None where it could not be tried
         self.shares_starts: bool | None = False
         self.hooks: frozenset[int] = frozenset()  # the user's, with which the model was tried
-        self.handles: list[RemovableHandle] = []
         self.holders: WeakSet = WeakSet()  # trainers' passes, each of which needs it until it is removed
 
     def __reduce__(self):
         return type(None), ()  # a copy of a model, on disk or in another process, shares nothing
 
-    @classmethod
-    def of(cls, model: PreTrainedModel) -> "_Route":
-        # Of a multimodal model, those of the text part: towers keep theirs. Copies of layers can have copies of them
-        text_config = model.config.get_text_config()
-        configs = [getattr(module, "config", None) for module in model.modules()]
-        distinct = {id(x): x for x in configs if isinstance(x, PretrainedConfig)}.values()
-        return cls([x for x in distinct if type(x) is type(text_config) or x.get_text_config() is text_config])
-
     def install(self, backbone: nn.Module, mixers: list[nn.Module]) -> None:
         self.hooks = hooks_of(backbone)
-        self.handles = share_states(mixers)
+        share_states(mixers)
         for module in set(backbone.modules()).difference(mixers):
             config = getattr(module, "config", None)
             if getattr(module, "layer_idx", None) is not None and any(config is x for x in self.configs):
-                mark(module)
+                setattr(module, MARK, True)
 
     def remove(self, backbone: nn.Module) -> None:
-        for handle in self.handles:
-            handle.remove()
         for module in backbone.modules():
-            unmark(module)
+            vars(module).pop(MARK, None)
+            unshare_states(module)
 
 
 def enable_prefix_sharing(
@@ -93,16 +84,16 @@ def enable_prefix_sharing(
     model = causal_lm_of(model)
     before = vars(model.base_model).get("_prefix_sharing")
     disable_prefix_sharing(model)
-    mixers, refuse = find_mixers(model), functools.partial(_refuse, model)
+    mixers = find_mixers(model)
     try:
-        _check_layers(model, mixers, refuse)
+        _check_layers(model, mixers)
         if in_training:
             check_dropout(model, shares_dropout)
-        route = _Route.of(model)
+        route = _Route(model)
         route.in_training = in_training
         route.install(model.base_model, mixers)
         model.base_model._prefix_sharing = route
-        _compare(model, mixers, refuse, in_training)
+        _compare(model, mixers, in_training)
         route.shares_starts = _shares_starts(model)
     except BaseException:
         disable_prefix_sharing(model)
@@ -118,75 +109,74 @@ def enable_prefix_sharing(
 class CannotShare(ValueError):
     """A model cannot share prompts exactly, for a `reason` that is a sentence, and what else can be done."""
 
-    def __init__(self, model: PreTrainedModel, reason: str, remedy: str):
+    def __init__(self, model: PreTrainedModel, reason: str, remedy: str = " Set `prefix_sharing=False`."):
         name = f"{type(model).__name__} ({model.config.model_type})"
         self.reason = f"{name} cannot share prompts: {reason}"
         super().__init__(f"`prefix_sharing=True` does not support {name}: {reason}{remedy}")
-
-
-def _refuse(model: PreTrainedModel, reason: str, remedy: str = " Set `prefix_sharing=False`.") -> NoReturn:
-    raise CannotShare(model, reason, remedy)
 
 
 def check_adapter(model) -> None:
     """Raise a [`CannotShare`] if a PEFT model's adapter depends on more than single tokens."""
     if not is_peft_model(model):
         return
-    refuse = functools.partial(_refuse, model)
-    if model.active_peft_config.is_prompt_learning:
-        refuse(f"{model.active_peft_config.peft_type} puts learned tokens in front of each sequence.")
-    adapter = vars(model.active_peft_config)
-    if adapter.get("alora_invocation_tokens") is not None:
-        refuse("aLoRA looks for its tokens in whole sequences.")
-    if model.active_peft_config.peft_type == "XLORA":
-        refuse("X-LoRA scales its adapters by what the model makes of whole sequences.")
+    config = model.active_peft_config
+    if config.is_prompt_learning:
+        raise CannotShare(model, f"{config.peft_type} puts learned tokens in front of each sequence.")
+    if getattr(config, "alora_invocation_tokens", None) is not None:
+        raise CannotShare(model, "aLoRA looks for its tokens in whole sequences.")
+    if config.peft_type == "XLORA":
+        raise CannotShare(model, "X-LoRA scales its adapters by what the model makes of whole sequences.")
     # Dropout that has layers is asked for there: `disable_dropout` may have switched it off
-    active = {name: p for name, p in adapter.items() if "dropout" in name and isinstance(p, float) and p > 0}
+    active = {name: p for name, p in vars(config).items() if "dropout" in name and isinstance(p, float) and p > 0}
     for name, p in active.items():
         if not any(name in path.split(".") for path, _ in model.named_modules()):
-            refuse(f"the completions of a prompt would share the adapter's dropout. Set its `{name}` ({p}) to 0.", "")
+            reason = f"the completions of a prompt would share the adapter's dropout. Set its `{name}` ({p}) to 0."
+            raise CannotShare(model, reason, remedy="")
 
 
-def _check_layers(model: PreTrainedModel, mixers: list[nn.Module], refuse: Callable[..., NoReturn]) -> None:
+def _check_layers(model: PreTrainedModel, mixers: list[nn.Module]) -> None:
     text_config = model.config.get_text_config()
     implementation = text_config._attn_implementation
 
     if model.config.is_encoder_decoder or getattr(text_config, "cross_attention_layers", None):
-        refuse("only decoders without cross-attention can share a prompt.")
+        raise CannotShare(model, "only decoders without cross-attention can share a prompt.")
     layer_types = set(getattr(text_config, "layer_types", None) or ["full_attention"])
     attending, with_state = layers_by_kind(text_config)
     if layer_types - SUPPORTED_LAYER_TYPES or not attending or {mixer.layer_idx for mixer in mixers} != with_state:
         if with_state:
-            _check_version(refuse)
+            _check_version(model)
         with_state_types = sorted(layer_types - {"full_attention", "sliding_attention"})
-        refuse(f"it has layers of type {with_state_types}, whose state cannot be shared.")
+        raise CannotShare(model, f"it has layers of type {with_state_types}, whose state cannot be shared.")
     # transformers does not say so of models with a state. The comparison below finds attention that does not.
     if not (model._supports_attention_backend or mixers):
-        refuse("its attention does not go through `transformers.AttentionInterface`.")
+        raise CannotShare(model, "its attention does not go through `transformers.AttentionInterface`.")
     if not is_softmax_attention(implementation):
-        refuse(
+        raise CannotShare(
+            model,
             f"its attention implementation is {implementation!r}, which is not transformers' own, and need not be a "
             "softmax of scores. Load the model with `attn_implementation='sdpa'`.",
             remedy="",
         )
     if any("dynamic" in x.get("rope_type", "") for x in rope_parameters(text_config)):
-        refuse(
+        raise CannotShare(
+            model,
             "its rotary embedding (dynamic) depends on the length of the whole sequence, and on earlier ones, so the "
-            "prompt alone does not have the keys of the full sequence."
+            "prompt alone does not have the keys of the full sequence.",
         )
 
 
-def _check_version(refuse: Callable[..., NoReturn]) -> None:
+def _check_version(model: PreTrainedModel) -> None:
     if Version(transformers.__version__) < Version(_VERSION_OF_STATES):
-        refuse(
+        raise CannotShare(
+            model,
             f"layers with a state, and Gemma 4, need transformers {_VERSION_OF_STATES} or higher, but "
-            f"{transformers.__version__} is installed. Upgrade it."
+            f"{transformers.__version__} is installed. Upgrade it.",
         )
 
 
 def check_dropout(model: PreTrainedModel, shares_dropout: bool) -> None:
     """Raise a [`CannotShare`] if completions would share dropout, and may not."""
-    refuse = functools.partial(_refuse, causal_lm_of(model))
+    causal_lm = causal_lm_of(model)
     for name, module in model.named_modules():
         # Attention that goes through the interface has a probability in place of a layer
         for attribute, p in ((attribute, getattr(module, attribute, None)) for attribute in _DROPOUTS):
@@ -194,18 +184,17 @@ def check_dropout(model: PreTrainedModel, shares_dropout: bool) -> None:
                 continue
             shared = f"The completions of a prompt would share its dropout (that of `{name}` is {p})."
             if not isinstance(module, nn.Dropout):
-                refuse(f"load it with `{attribute}=0.0`, which `disable_dropout=True` does not do. {shared}", "")
-            elif not shares_dropout:
-                refuse(
+                reason = f"load it with `{attribute}=0.0`, which `disable_dropout=True` does not do. {shared}"
+                raise CannotShare(causal_lm, reason, remedy="")
+            if not shares_dropout:
+                reason = (
                     f"set `disable_dropout=True`, or for adapters `lora_dropout=0.0`. {shared} To have them do so, "
-                    "which is exact in the mean only, pass `shares_dropout=True`.",
-                    remedy="",
+                    "which is exact in the mean only, pass `shares_dropout=True`."
                 )
+                raise CannotShare(causal_lm, reason, remedy="")
 
 
-def _compare(
-    model: PreTrainedModel, mixers: list[nn.Module], refuse: Callable[..., NoReturn], in_training: bool
-) -> None:
+def _compare(model: PreTrainedModel, mixers: list[nn.Module], in_training: bool) -> None:
     """Try a shared prefix on a few tokens, with weights that are here."""
     error = 0.0
     try:
@@ -216,18 +205,18 @@ def _compare(
             raise  # the fault of the model, or of the device, and not of the shared prompt
         text_config = model.config.get_text_config()
         if mixers or getattr(text_config, "hidden_size_per_layer_input", None):
-            _check_version(refuse)
-        refuse(f"a shared prompt fails in it ({type(exception).__name__}: {exception}).")
+            _check_version(model)
+        reason = f"a shared prompt fails in it ({type(exception).__name__}: {exception})."
+        raise CannotShare(model, reason) from exception
     if error != 0:  # not a number, too
-        when = " (in training, where noise counts, too)" if in_training else ""
-        by = f"{100 * error:.3g}%{when}"
-        refuse(f"hidden states behind a shared prompt differ from those of whole sequences by {by}.")
+        by = f"{100 * error:.3g}%" + (" (in training, where noise counts, too)" if in_training else "")
+        reason = f"hidden states behind a shared prompt differ from those of whole sequences by {by}."
+        raise CannotShare(model, reason)
     hidden_size = model.config.get_text_config().hidden_size
     for mixer in {type(mixer): mixer for mixer in mixers}.values():
         with gathered(mixer.parameters()):
-            ignores = ignores_state(mixer, Node(torch.arange(2)), hidden_size)
-        if ignores:
-            refuse(f"{type(mixer).__name__} does not start from the state of a prompt.")
+            if ignores_state(mixer, Node(torch.arange(2)), hidden_size):
+                raise CannotShare(model, f"{type(mixer).__name__} does not start from the state of a prompt.")
 
 
 def _shares_starts(model: PreTrainedModel) -> bool | None:
@@ -255,13 +244,8 @@ def _shares_starts(model: PreTrainedModel) -> bool | None:
 
 def shares_starts(model: PreTrainedModel) -> bool | None:
     """Whether a model that [`enable_prefix_sharing`] has prepared shares what different prompts begin with, too; None
-    if it could not be tried, and then it does not, until it is told by [`share_starts`]."""
+    if it could not be tried, and then it does not."""
     return causal_lm_of(model).base_model._prefix_sharing.shares_starts
-
-
-def share_starts(model: PreTrainedModel, shares: bool) -> None:
-    """Let it share what different prompts begin with, or not."""
-    causal_lm_of(model).base_model._prefix_sharing.shares_starts = shares
 
 
 def disable_prefix_sharing(model: PreTrainedModel, holder=None) -> None:

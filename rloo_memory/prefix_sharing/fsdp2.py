@@ -4,15 +4,10 @@ import types
 from collections.abc import Callable
 
 import torch
-from packaging.version import Version
 from torch import nn
+from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from transformers import PreTrainedModel
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
-
-if Version(torch.__version__) >= Version("2.6.0"):
-    from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
-else:  # the FSDP2 API was public only from torch 2.6
-    from torch.distributed._composable.fsdp import FSDPModule, register_fsdp_forward_method
 
 
 def is_sharded(backbone: nn.Module) -> bool:
@@ -20,13 +15,13 @@ def is_sharded(backbone: nn.Module) -> bool:
     return is_deepspeed_zero3_enabled() or any(isinstance(module, FSDPModule) for module in backbone.modules())
 
 
-def unshard_in_backward(backbone: nn.Module, layers: dict[int, tuple[torch.Tensor, torch.Tensor]]) -> None:
+def unshard_in_backward(backbone: nn.Module, slots: dict[tuple, torch.Tensor]) -> None:
     """
     Have FSDP2 gather the weights of the last layer for the backward of a prompt pass. FSDP2 gathers those of a layer
     when the gradient of its output arrives, and the output of the last layer is not used, only what it left in
-    `layers`.
+    `slots`.
     """
-    last_idx = max(layers)
+    last_idx = max(layer_idx for layer_idx, *_ in slots if layer_idx is not None)
     units = [unit for unit in backbone.modules() if isinstance(unit, FSDPModule)]
     last = [unit for unit in units if any(getattr(m, "layer_idx", None) == last_idx for m in unit.modules())]
 
@@ -41,8 +36,8 @@ def unshard_in_backward(backbone: nn.Module, layers: dict[int, tuple[torch.Tenso
         # backward, after which FSDP2 would put the shards back: it would be trained no more.
         torch.autograd.Variable._execution_engine.queue_callback(reshard)
 
-    for states in layers[last_idx]:
-        if units and states.requires_grad:
+    for (layer_idx, *_), states in slots.items():
+        if units and layer_idx == last_idx and states.requires_grad:
             states.register_hook(unshard)
 
 

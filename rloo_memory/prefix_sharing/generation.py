@@ -18,11 +18,11 @@ from .fsdp2 import base_model_forward
 from .images import MultimodalInputs
 from .lm_head import causal_lm_of
 from .nodes import Path
-from .passes import GoesWhole, exceeds_longrope, gather_together, on_any_process, on_any_that_gathers
+from .passes import GoesWhole, gather_together, on_any_process, on_any_that_gathers, position_shift
 from .routing import running
 from .shared_passes import at_least_one, prompt_pass, prompts_of
 from .states import cache_argument
-from .tree import Branch, Tree, common_length
+from .tree import Branch, Prompts, Tree, common_length
 
 # Options of decoding one completion a row, with a cache, and their values for that. What older checkpoints call
 # "hybrid" is the default cache
@@ -45,7 +45,7 @@ def prefill(
     input_ids: torch.Tensor,
     attention_mask: torch.Tensor,
     positions: torch.Tensor,
-    group_size: int | None,
+    group_size: int,
     multimodal: MultimodalInputs,
 ) -> SharedPrefixCache:
     """
@@ -53,7 +53,10 @@ def prefill(
     whole model, `positions` of shape `(B, P)` are those that `generate` continues. The cache has the only reference to
     the keys and values.
     """
-    tree = _tree_of(backbone, input_ids, attention_mask, positions, group_size, multimodal)
+    first_positions = positions.gather(1, (attention_mask != 0).int().argmax(1, keepdim=True))
+    begin_alike = not (first_positions != first_positions[0]).any()  # columns are positions in some models
+    prompts = prompts_of(backbone, input_ids.cpu(), attention_mask.cpu(), multimodal, begin_alike)
+    tree = _tree_of(backbone, prompts, group_size, input_ids.device)
     starts = (input_ids.shape[1] - tree.prompts.lengths).tolist()
     paths: dict[Branch, Path] = {}
     for branch in tree.branches:
@@ -70,26 +73,15 @@ def prefill(
     return SharedPrefixCache([paths[branch] for branch in ends], groups, attention_mask.shape[1] - 1)
 
 
-def _tree_of(
-    backbone: nn.Module,
-    input_ids: torch.Tensor,
-    attention_mask: torch.Tensor,
-    positions: torch.Tensor,
-    group_size: int | None,
-    multimodal: MultimodalInputs,
-) -> Tree:
+def _tree_of(backbone: nn.Module, prompts: Prompts, group_size: int, device: torch.device) -> Tree:
     """The tree of prompts, with a branch for each distinct one."""
-    starts = positions.gather(1, (attention_mask != 0).int().argmax(1, keepdim=True))
-    begin_alike = not (starts != starts[0]).any()  # columns are positions in some models
-    prompts = prompts_of(backbone, input_ids.cpu(), attention_mask.cpu(), multimodal, begin_alike)
     if not gather_together(backbone):
         return Tree.of(prompts, every_prompt=True)
     # Processes that gather weights together have equally many branches, also where prompts of a group differ on one
-    size = group_size or 1
-    differ = any((keys != keys[0]).any() for keys in prompts.keys.split(size))
-    length = common_length(prompts, size)
-    differ, is_without = on_any_process([differ, length == 0], input_ids.device)
-    return Tree.of_groups(prompts, 1 if differ else size, 0 if is_without else length)
+    differ = any((keys != keys[0]).any() for keys in prompts.keys.split(group_size))
+    length = common_length(prompts, group_size)
+    differ, is_without = on_any_process([differ, length == 0], device)
+    return Tree.of_groups(prompts, 1 if differ else group_size, 0 if is_without else length)
 
 
 def _option(model: PreTrainedModel, inputs: dict, name: str):
@@ -112,19 +104,10 @@ def _check(model: PreTrainedModel, inputs: dict) -> None:
         raise GoesWhole(f"it was called without `{missing[0]}`. Pass it.")
 
 
-def _with_cache(generation_config: GenerationConfig | None, options: dict) -> tuple[GenerationConfig | None, dict]:
-    """Whatever was asked for: without the cache there is no prefix."""
-    if generation_config is None:
-        return None, {**options, "use_cache": True}
-    generation_config = copy.copy(generation_config)
-    generation_config.use_cache = True
-    return generation_config, options
-
-
 def _changes_frequencies(model: PreTrainedModel, inputs: dict) -> bool:
     """Whether `generate` computes all keys and values again on the way, with other frequencies (`longrope`)."""
     new, length = (_option(model, inputs, name) for name in ("max_new_tokens", "max_length"))
-    return exceeds_longrope(model.config, length if new is None else inputs["input_ids"].shape[1] + new)
+    return position_shift(model.config, length if new is None else inputs["input_ids"].shape[1] + new) > 0
 
 
 def _positions_to_continue(
@@ -143,7 +126,7 @@ def generate_with_shared_prefix(
     input_ids: torch.Tensor | None = None,
     attention_mask: torch.Tensor | None = None,
     generation_config: GenerationConfig | None = None,
-    group_size: int | None = None,
+    group_size: int = 1,
     num_images: list[int] | None = None,
     num_tiles: list[int] | None = None,
     **inputs,
@@ -154,31 +137,32 @@ def generate_with_shared_prefix(
     takes for each token beside its id, and arguments of `generate`. Raises a [`GoesWhole`] if rows are not decoded one
     completion each, or images cannot be shared.
     """
-    asked = {
-        "input_ids": input_ids,
-        "attention_mask": attention_mask,
-        "generation_config": generation_config,
-        **inputs,
-    }
+    given = {"input_ids": input_ids, "attention_mask": attention_mask, "generation_config": generation_config}
+    asked = {**given, **inputs}
     _check(model, asked)
     assert input_ids is not None
     if on_any_that_gathers(_changes_frequencies(model, asked), model, input_ids.device):
         return model.generate(**asked)
     # As `generate` of a PEFT model does, past the forward of the PEFT model, which Accelerate wraps in autocast
     forward = base_model_forward(model) if is_peft_model(model) else model
-    base_model = causal_lm_of(model)
+    causal_lm = causal_lm_of(model)
+    backbone = causal_lm.base_model
     options = {name: inputs.pop(name) for name in _ARGUMENTS & inputs.keys()}
     multimodal = MultimodalInputs.of(inputs, len(input_ids), num_images, num_tiles)
-    multimodal.check(base_model.base_model, input_ids, attention_mask, prefix_length=input_ids.shape[1])
-    positions = _positions_to_continue(base_model, input_ids, attention_mask)
-    cache = prefill(forward, base_model.base_model, input_ids, attention_mask, positions, group_size, multimodal)
-    generation_config, options = _with_cache(generation_config, options)
-    with running(cache, base_model.base_model._prefix_sharing.configs):
+    multimodal.check(backbone, input_ids, attention_mask, prefix_length=input_ids.shape[1])
+    positions = _positions_to_continue(causal_lm, input_ids, attention_mask)
+    cache = prefill(forward, backbone, input_ids, attention_mask, positions, group_size, multimodal)
+    # Whatever was asked for: without the cache there is no prefix
+    options["use_cache"] = True
+    if generation_config is not None:
+        generation_config = copy.copy(generation_config)
+        generation_config.use_cache = options.pop("use_cache")
+    with running(cache, backbone._prefix_sharing.configs):
         return model.generate(
             input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=positions + cache.offsets,
             generation_config=generation_config,
-            **{cache_argument(base_model): cache},
+            **{cache_argument(causal_lm): cache},
             **options,
         )

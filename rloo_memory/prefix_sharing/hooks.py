@@ -105,44 +105,39 @@ def traces_of(model: nn.Module) -> tuple:
     return versions_of(model), weights_of(model), grads
 
 
-def _tensors(values) -> list[torch.Tensor]:
-    if isinstance(values, torch.Tensor):
-        return [values]
-    values = values.values() if isinstance(values, dict) else values if isinstance(values, list | tuple) else ()
-    return [x for value in values for x in _tensors(value)]
-
-
 def _versions(values) -> list[int]:
-    return [x._version for x in _tensors(values) if not x.is_inference()]
+    """Of the tensors among them: each changes where something writes into a tensor."""
+    if isinstance(values, torch.Tensor):
+        return [] if values.is_inference() else [values._version]
+    values = values.values() if isinstance(values, dict) else values if isinstance(values, list | tuple) else ()
+    return [version for value in values for version in _versions(value)]
 
 
-class _Watched:
+def _checked(hook: Callable) -> Callable:
     """A hook that must not change what it is given."""
 
-    def __init__(self, hook: Callable):
-        self.hook = hook
-
-    def __call__(self, module: nn.Module, *given):
+    def checked(module: nn.Module, *given) -> None:
         before = _versions(given)
-        returned = self.hook(module, *given)
-        if returned is not None or _versions(given) != before:
-            name = getattr(self.hook, "__qualname__", type(self.hook).__name__)
+        if hook(module, *given) is not None or _versions(given) != before:
+            name = getattr(hook, "__qualname__", type(hook).__name__)
             raise GoesWhole(
                 f"The hook `{name}` changes what {type(module).__name__} computes, and has been there for less long "
                 "than prompts are shared, so it may expect a row for each completion. Register it before: then it is "
                 "tried on a few tokens."
             )
 
+    return checked
+
 
 @contextmanager
 def watched(model: nn.Module, known: frozenset[int]) -> Iterator[None]:
     """Raise a [`GoesWhole`] where a hook of the user's, none of these that are `known`, changes something."""
-    replaced = [(hooks, number, hooks[number]) for hooks, number in _own_hooks(model) if number not in known]
-    for hooks, number, hook in replaced:
-        hooks[number] = _Watched(hook)
+    found = [(hooks, number, hooks[number]) for hooks, number in _own_hooks(model) if number not in known]
+    for hooks, number, hook in found:
+        hooks[number] = _checked(hook)
     try:
         yield
     finally:
-        for hooks, number, hook in replaced:
+        for hooks, number, hook in found:
             if number in hooks:
                 hooks[number] = hook

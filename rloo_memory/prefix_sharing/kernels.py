@@ -4,7 +4,6 @@ The kernels that attend to a shared prefix and to what is behind it, PyTorch's f
 Shape suffixes: B rows, Q queries, K keys, H heads, G query heads that read the same key head, D head size.
 """
 
-import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -94,18 +93,8 @@ def _unfold(x: torch.Tensor, num_groups: int) -> torch.Tensor:
 
 
 def _batch(x: torch.Tensor, num_groups: int) -> torch.Tensor:
-    """`(B, H, Q, ...)` as `(B * G, H / G, Q, ...)`: more rows, where each query may see other keys."""
-    return x.unflatten(1, (-1, num_groups)).transpose(1, 2).flatten(0, 1)
-
-
-def _unbatch(x: torch.Tensor, num_groups: int) -> torch.Tensor:
-    x = x.unflatten(0, (-1, num_groups)).movedim((3, 2), (1, 2))  # (B, Q, H / G, G, ...)
-    return x.flatten(2, 3).transpose(1, 2)
-
-
-def _repeat(x: torch.Tensor, num_groups: int) -> torch.Tensor:
-    """Keys `(B, H / G, K, D)` for the rows of [`_batch`], without a copy if B is 1."""
-    return x.unsqueeze(1).expand(-1, num_groups, -1, -1, -1).flatten(0, 1)
+    """A view of `(1, H, Q, ...)`, `(G, H / G, Q, ...)`: more rows, where each query may see other keys."""
+    return x[0].unflatten(0, (-1, num_groups)).transpose(0, 1)
 
 
 # The kernels below take a query of shape (B, H, Q, D) and keys of fewer heads. All queries see all keys, unless
@@ -126,13 +115,13 @@ def forward_on_cpu(query, key, value, seen: Seen | None, scale: float | None):
     for tile in seen.tiles(key.shape[2]):
         tile_output, tile_lse = kernel(
             _batch(query[:, :, tile.queries], num_groups),
-            *(_repeat(x[:, :, tile.keys], num_groups) for x in (key, value)),
+            *(x[:, :, tile.keys].expand(num_groups, -1, -1, -1) for x in (key, value)),
             is_causal=tile.is_causal,
             attn_mask=seen.mask(tile, query.dtype),
             scale=scale,
         )
-        output[:, :, tile.queries] = _unbatch(tile_output, num_groups)
-        lse[:, :, tile.queries] = _unbatch(tile_lse, num_groups)
+        _batch(output[:, :, tile.queries], num_groups).copy_(tile_output)
+        _batch(lse[:, :, tile.queries], num_groups).copy_(tile_lse)
     return output, lse
 
 
@@ -149,16 +138,15 @@ def backward_on_cpu(grad, query, key, value, output, lse, seen: Seen | None, sca
         tile_grad, tile_query, tile_output, tile_lse = (
             _batch(x[:, :, tile.queries], num_groups) for x in (grad, query, output, lse)
         )
-        tile_key, tile_value = (_repeat(x[:, :, tile.keys], num_groups) for x in (key, value))
+        tile_key, tile_value = (x[:, :, tile.keys].expand(num_groups, -1, -1, -1) for x in (key, value))
         mask, tensors = seen.mask(tile, query.dtype), (tile_grad, tile_query, tile_key, tile_value)
         grads = kernel(*tensors, tile_output, tile_lse, 0.0, tile.is_causal, attn_mask=mask, scale=scale)
-        of_query[:, :, tile.queries] = _unbatch(grads[0], num_groups)
+        _batch(of_query[:, :, tile.queries], num_groups).copy_(grads[0])
         for total, part in zip((of_key, of_value), grads[1:], strict=True):
-            total[:, :, tile.keys] += part.unflatten(0, (-1, num_groups)).sum(1)
+            total[:, :, tile.keys] += part.sum(0, keepdim=True)
     return of_query, of_key.to(key.dtype), of_value.to(value.dtype)
 
 
-@dataclass(frozen=True)
 class _CallOnCuda:
     """
     Tensors of FlashAttention-2, which have their heads behind their tokens, and which of them attend to each other.
@@ -167,51 +155,28 @@ class _CallOnCuda:
     anything, are rows, which all have the last keys of the prefix. The kernel puts their ends side by side.
     """
 
-    seen: Seen | None
-    num_queries: int
-    num_keys: int
-
-    @property
-    def in_rows(self) -> bool:
-        return self.seen is not None and self.seen.distance is not None
-
-    @property
-    def arguments(self) -> tuple:
-        """Bounds of the runs, most queries and keys of one, dropout, whether they attend causally."""
+    def __init__(self, seen: Seen | None, num_queries: int, num_keys: int):
+        self.seen, self.num_queries, self.num_keys = seen, num_queries, num_keys
+        self.in_rows = seen is not None and seen.distance is not None
+        # Bounds of the runs, most queries and keys of one, dropout, whether they attend causally
+        self.arguments: tuple = (None, None, num_queries, num_keys, 0.0, False)
+        self.windows: dict[str, int] = {}
+        if seen is None:
+            return
+        starts, lengths = seen.runs.starts, seen.runs.lengths
         if self.in_rows:
-            return None, None, self.num_first, self.num_last, 0.0, False
-        if self.seen is None:
-            return None, None, self.num_queries, self.num_keys, 0.0, False
-        # A bound, never 1: for single queries, the kernel mixes up the log-sum-exps of grouped heads of different runs
-        runs = self.seen.runs
-        longest = max(2, *runs.lengths)
-        return runs.starts, runs.starts, longest, longest, 0.0, True
-
-    @property
-    def windows(self) -> dict[str, int]:
-        if self.seen is None or self.seen.window is None:
-            return {}
-        if self.in_rows:
-            return {"window_size_left": self.seen.reach - self.num_first, "window_size_right": -1}
-        return {"window_size_left": self.seen.window - 1, "window_size_right": 0}
-
-    @property
-    def num_first(self) -> int:
-        assert self.seen is not None
-        return min(self.seen.reach, max(self.seen.runs.lengths))
-
-    @property
-    def num_last(self) -> int:
-        assert self.seen is not None
-        return min(self.seen.reach, self.num_keys)
-
-    @functools.cached_property
-    def places(self) -> torch.Tensor:
-        """Place in the packed row of each query of the rows, behind the last one where a run is shorter."""
-        assert self.seen is not None
-        starts = self.seen.runs.starts
-        places = starts[:-1, None] + torch.arange(self.num_first, device=starts.device)
-        return places.where(places < starts[1:, None], self.num_queries)
+            num_first, self.num_last = min(seen.reach, max(lengths)), min(seen.reach, num_keys)
+            self.arguments = (None, None, num_first, self.num_last, 0.0, False)
+            self.windows = {"window_size_left": seen.reach - num_first, "window_size_right": -1}
+            # Place in the packed row of each query of the rows, behind the last one where a run is shorter
+            places = starts[:-1, None] + torch.arange(num_first, device=starts.device)
+            self.places = places.where(places < starts[1:, None], num_queries)
+        else:
+            # A bound, never 1: of single queries, the kernel mixes up log-sum-exps of grouped heads of different runs
+            longest = max(2, *lengths)
+            self.arguments = (starts, starts, longest, longest, 0.0, True)
+            if seen.window is not None:
+                self.windows = {"window_size_left": seen.window - 1, "window_size_right": 0}
 
     def of_queries(self, x: torch.Tensor) -> torch.Tensor:
         """`(B, H, Q, ...)` as the kernel takes it, tokens first."""

@@ -149,14 +149,6 @@ class Node:
         """Slots of the states of a layer."""
         return [slot for slot in self.slots if slot[0] == layer_idx and len(slot) == 3]
 
-    def layers(self) -> dict[int, list[torch.Tensor]]:
-        """What each layer left."""
-        layers: dict[int, list[torch.Tensor]] = {}
-        for slot, x in self.slots.items():
-            if slot[0] is not None:
-                layers.setdefault(slot[0], []).append(x)
-        return layers
-
     def missing_layers(self, config: PretrainedConfig) -> list[int]:
         """Indices of the layers that did not leave what they should, or left what they should not."""
         attending, with_state = layers_by_kind(config)
@@ -191,23 +183,19 @@ class Path:
         return torch.cat([node.positions for node in self.nodes])
 
     @property
-    def offset(self) -> int:
-        return self.nodes[-1].offset
-
-    @property
-    def sources(self) -> dict[int, int]:
-        return self.nodes[-1].sources
+    def last(self) -> Node:
+        return self.nodes[-1]
 
     @property
     def slots(self) -> dict[tuple, torch.Tensor]:
-        return self.nodes[-1].slots
+        return self.last.slots
 
     def read(self, slot: tuple, num_rows: int = 1) -> torch.Tensor:
-        return self.nodes[-1].read(slot, num_rows, self.gradients[-1])
+        return self.last.read(slot, num_rows, self.gradients[-1])
 
     def read_attention(self, layer_idx: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Keys and values of each node."""
-        layer_idx = self.sources[layer_idx]
+        layer_idx = self.last.sources[layer_idx]
         return [
             tuple(node.read((layer_idx, kind), gradient=gradient) for kind in (KEY, VALUE))
             for node, gradient in zip(self.nodes, self.gradients, strict=True)
@@ -223,7 +211,7 @@ def watch_backward(states: torch.Tensor, prefixes: list[Path]) -> None:
         for prefix in prefixes
         for node, at in zip(prefix.nodes, prefix.gradients, strict=True)
         for slot in node.ends
-        if at is Gradient.ENDS and (slot[1] in (KEY, VALUE) or len(slot) == 3 and node is prefix.nodes[-1])
+        if at is Gradient.ENDS and (slot[1] in (KEY, VALUE) or len(slot) == 3 and node is prefix.last)
     )
     watched = next(ending, None)
     if watched is None or not states.requires_grad:

@@ -206,19 +206,12 @@ def rope_parameters(config: PretrainedConfig) -> list[dict]:
     return list(parameters.values()) if all(isinstance(x, dict) for x in parameters.values()) else [parameters]
 
 
-def exceeds_longrope(config: PretrainedConfig, length: int) -> bool:
-    """
-    Whether rows of `length` tokens are too long for the frequencies of the first training. `longrope` has others for
-    them (Phi-3, Phi-4-mini).
-    """
-    return position_shift(config, length) > 0
-
-
 def position_shift(config: PretrainedConfig, length: int) -> int:
     """
     What is added to the positions of every pass, so that even the shortest is taken for as long as rows of `length`
-    tokens are: `longrope` chooses its frequencies by the largest position. Only differences of positions matter
-    otherwise, also between rows of several lengths, which may continue the same prompt.
+    tokens are: `longrope` (Phi-3, Phi-4-mini) chooses its frequencies by the largest position, and 0 where rows are
+    not too long for those of its first training. Only differences of positions matter otherwise, also between rows of
+    several lengths, which may continue the same prompt.
     """
     longropes = [x for x in rope_parameters(config) if x.get("rope_type") == "longrope"]
     trained = [x["original_max_position_embeddings"] for x in longropes]

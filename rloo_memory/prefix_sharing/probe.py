@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from types import SimpleNamespace
 
 import torch
@@ -99,89 +99,50 @@ def gathered(weights: Iterable[nn.Parameter]) -> AbstractContextManager:
 
 
 @contextmanager
-def _in_float32(model: PreTrainedModel) -> Iterator[None]:
+def _layer_by_layer(model: PreTrainedModel, in_float32: bool) -> Iterator[None]:
     """
-    Have a model in half precision compute in float32, layer by layer: there is no room for a copy of the model.
-    Embeddings are left out, which are large, and exact in any dtype.
+    Have the weights of each layer here while it runs, as they are only in training where ZeRO-3 divides them. A model
+    in half precision computes `in_float32`: there is no room for a copy of the model. Embeddings are left out, which
+    are large, and exact in any dtype.
     """
-    handles, before = [], {}
+    entered: dict[nn.Module, ExitStack] = {}
 
-    def enter(places, module, args):
-        for tensors, name in places:
-            x = tensors[name]
-            if x.dtype in _HALF_PRECISION:
-                before[id(x)] = (x, x.data)
-                x.data = x.data.float()
-
-    def leave(places, module, args, output):
-        for tensors, name in places:
-            x, data = before.pop(id(tensors[name]), (None, None))
-            if x is not None:
-                x.data = data
-
-    def widen(module, args, output):
-        return output.float()
-
-    try:
-        for module, parts in _layers(model.base_model):
-            places = [
-                (tensors, name)
-                for part in parts
-                if not isinstance(part, nn.Embedding)
-                for tensors in (part._parameters, part._buffers)
-                for name, x in tensors.items()
-                if x is not None and x.dtype in _HALF_PRECISION
-            ]
-            if isinstance(module, nn.Embedding):
-                handles.append(module.register_forward_hook(widen))
-            elif places:
-                handles.append(module.register_forward_pre_hook(functools.partial(enter, places)))
-                handles.append(module.register_forward_hook(functools.partial(leave, places)))
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-        for x, data in before.values():
-            x.data = data
-
-
-@contextmanager
-def _gathering(model: PreTrainedModel) -> Iterator[None]:
-    """Have the weights of each layer here while it runs, as they are only in training where ZeRO-3 divides them."""
-    handles, here = [], {}
-
+    @torch.compiler.disable
     def enter(parts, module, args):
-        here[module] = gathered(weight for part in parts for weight in part.parameters(recurse=False))
-        here[module].__enter__()
+        entered[module] = stack = ExitStack()
+        stack.enter_context(gathered(x for part in parts for x in part.parameters(recurse=False)))
+        for part in parts if in_float32 else ():
+            for x in (*part.parameters(recurse=False), *part.buffers(recurse=False)):
+                if x.dtype in _HALF_PRECISION and not isinstance(part, nn.Embedding):
+                    stack.callback(setattr, x, "data", x.data)
+                    x.data = x.data.float()
 
+    @torch.compiler.disable
     def leave(module, args, output):
-        here.pop(module).__exit__(None, None, None)
+        entered.pop(module).close()
+        return output.float() if in_float32 and isinstance(module, nn.Embedding) else None
 
     try:
-        for module, parts in _layers(model.base_model) if is_deepspeed_zero3_enabled() else ():
-            # Before anything else looks at them, and until all others have
-            handles.append(module.register_forward_pre_hook(functools.partial(enter, parts), prepend=True))
-            handles.append(module.register_forward_hook(leave))
-        yield
+        with ExitStack() as hooks:
+            for module, parts in _layers(model.base_model) if in_float32 or is_deepspeed_zero3_enabled() else ():
+                # Before anything else looks at them, and until all others have
+                before = functools.partial(enter, parts)
+                hooks.enter_context(module.register_forward_pre_hook(before, prepend=True))
+                hooks.enter_context(module.register_forward_hook(leave))
+            yield
     finally:
-        for handle in handles:
-            handle.remove()
-        for weights in here.values():
-            weights.__exit__(None, None, None)
+        for stack in entered.values():
+            stack.close()
 
 
 @contextmanager
 def _in_eager(model: PreTrainedModel) -> Iterator[None]:
     """Have the attention of the modeling file stand in for kernels that take no float32."""
-    configs = model.base_model._prefix_sharing.configs
-    before = [config._attn_implementation for config in configs]
-    try:
-        for config in configs:
+    with ExitStack() as stack:
+        for config in model.base_model._prefix_sharing.configs:
+            stack.callback(setattr, config, "_attn_implementation_internal", config._attn_implementation)
             config._attn_implementation_internal = "eager"
         yield
-    finally:
-        for config, own in zip(configs, before, strict=True):
-            config._attn_implementation_internal = own
 
 
 def can_be_tried(model: nn.Module) -> bool:
@@ -205,7 +166,7 @@ def error_of_passes(model: PreTrainedModel, passes, training: bool = False, prom
         if dtypes <= {*_HALF_PRECISION, torch.float32}:
             try:
                 takes_float32 = model.config.get_text_config()._attn_implementation in ("sdpa", "eager")
-                with _in_float32(model), _gathering(model), nullcontext() if takes_float32 else _in_eager(model):
+                with _layer_by_layer(model, in_float32=True), nullcontext() if takes_float32 else _in_eager(model):
                     error = _beyond_rounding(_compare(model, passes, prompts_alike), torch.float32)
                 if takes_float32 or error != 0:
                     return error
@@ -216,7 +177,7 @@ def error_of_passes(model: PreTrainedModel, passes, training: bool = False, prom
                     raise
         # Layers with a state compute in float32 whatever the weights are
         dtype = max(model.dtype, torch.float32, key=lambda dtype: torch.finfo(dtype).eps)
-        with _gathering(model):
+        with _layer_by_layer(model, in_float32=False):
             return _beyond_rounding(_compare(model, passes, prompts_alike), dtype)
 
 
@@ -235,14 +196,12 @@ def counts_positions(model: PreTrainedModel) -> bool:
 
     def forward(backbone: nn.Module, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> SimpleNamespace:
         positions = torch.arange(_FAR, _FAR + input_ids.shape[1], device=input_ids.device)[None]
-        handles = [module.register_forward_pre_hook(bring_back, with_kwargs=True) for module in rotary]
-        try:
+        with ExitStack() as hooks:
+            for module in rotary:
+                hooks.enter_context(module.register_forward_pre_hook(bring_back, with_kwargs=True))
             states = backbone(
                 input_ids=input_ids, attention_mask=attention_mask, position_ids=positions, use_cache=False
             ).last_hidden_state
-        finally:
-            for handle in handles:
-                handle.remove()
         return SimpleNamespace(last_hidden_state=states[:, PROBE_PREFIX_LENGTH - 1 :])
 
     # Models without such modules look up what they have for each position, and have nothing for these

@@ -5,11 +5,13 @@ behind a prefix, whatever implementation the model was loaded with.
 Shape suffixes: S prefix tokens, T tokens of a packed pass, D head size.
 """
 
+import copy
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -155,7 +157,6 @@ def _size_in_window(prefix: Path, window: int | None) -> int:
     return prefix.size if window is None else min(prefix.size, window - 1)
 
 
-@dataclass(frozen=True)
 class ReadPrefix:
     """
     Attention context of a pass behind a prefix. Completions are packed in one row after one another: each attends to
@@ -168,49 +169,38 @@ class ReadPrefix:
     prefix only.
     """
 
-    prefix: Path
-    positions: torch.Tensor  # (T,)
-    rows: torch.Tensor  # (T,), completion that each token belongs to
-    window: int | None  # of layers that have one, in tokens, the attending one included
-    runs: Runs  # of the completions
-    blocks: list[int]  # number of tokens of completions that attend together
-    states: States  # what layers with a state start from
-    record: RecordPrefix | None = None
-    without_graph: set[int] = field(default_factory=set)  # layers that ran so
-    windows: set[int | None] = field(default_factory=set)  # of the causal masks that the model asked for
-    masks: dict[int | None, torch.Tensor] = field(default_factory=dict)  # those that layers needed, by window
-    copies: dict[torch.device, "ReadPrefix"] = field(default_factory=dict)  # for layers on other devices
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         prefix: Path,
-        positions: torch.Tensor,
-        rows: torch.Tensor,
-        columns: torch.Tensor,
-        lengths: list[int],
-        window: int | None = None,
+        positions: torch.Tensor,  # (T,)
+        rows: torch.Tensor,  # (T,), completion that each token belongs to
+        columns: torch.Tensor,  # (T,), its place there
+        lengths: list[int],  # of the completions
+        window: int | None = None,  # of layers that have one, in tokens, the attending one included
         record: RecordPrefix | None = None,
-    ) -> "ReadPrefix":
-        """Context of completions of these `lengths`, of which each token is in a row and column."""
-        blocks = [0]
+    ):
+        self.prefix, self.positions, self.rows, self.window, self.record = prefix, positions, rows, window, record
+        self.blocks = [0]  # number of tokens of completions that attend together
         prefix_size = _size_in_window(prefix, window)  # where there are windows, hardly any other layer has a mask
         for length in lengths:
-            if blocks[-1] + length > prefix_size * _MAX_BLOCK_PER_PREFIX and blocks[-1] > 0:
-                blocks.append(0)
-            blocks[-1] += length
-        runs = Runs.of(lengths, rows.device)
-        states = States.behind(prefix, rows, columns, lengths, record)
-        return cls(prefix, positions, rows, window, runs, blocks, states, record)
+            if self.blocks[-1] + length > prefix_size * _MAX_BLOCK_PER_PREFIX and self.blocks[-1] > 0:
+                self.blocks.append(0)
+            self.blocks[-1] += length
+        self.runs = Runs.of(lengths, rows.device)
+        self.states = States(prefix, record, rows=rows, columns=columns, lengths=lengths)
+        self.without_graph: set[int] = set()  # layers that ran so
+        self.windows: set[int | None] = set()  # of the causal masks that the model asked for
+        self.masks: dict[int | None, torch.Tensor] = {}  # those that layers needed, by window
+        self.copies: dict[torch.device, ReadPrefix] = {}  # for layers on other devices
 
     def on(self, device: torch.device) -> "ReadPrefix":
         """For layers on a device, where a model is spread over several."""
         if device == self.positions.device:
             return self
         if device not in self.copies:
-            positions, rows = self.positions.to(device), self.rows.to(device)
-            runs, states = replace(self.runs, starts=self.runs.starts.to(device)), self.states.on(device)
-            self.copies[device] = replace(self, positions=positions, rows=rows, runs=runs, states=states, masks={})
+            there = self.copies[device] = copy.copy(self)
+            there.positions, there.rows, there.masks = self.positions.to(device), self.rows.to(device), {}
+            there.runs, there.states = Runs.of(self.runs.lengths, device), self.states.on(device)
         return self.copies[device]
 
     def prefix_size(self, has_window: bool) -> int:
@@ -296,22 +286,14 @@ class ReadPrefix:
         return torch.cat(outputs, dim=1)
 
 
-@dataclass(frozen=True)
-class _Running:
-    """
-    What a model is running: a pass of completions, whose masks it builds, or the cache that `generate` decodes with.
-    The attention of a pass gets its context as a keyword argument instead, which gradient checkpointing replays.
-    """
-
-    context: object
-    configs: list[PretrainedConfig]  # of the text part: towers have others, and go on as they are
-
-
-_running: ContextVar[_Running | None] = ContextVar("running", default=None)
+# What a model is running: a pass of completions, whose masks it builds, or the cache that `generate` decodes with. And
+# the configs of its text part: towers have others, and go on as they are. The attention of a pass gets its context as
+# a keyword argument instead, which gradient checkpointing replays
+_running: ContextVar[tuple[Any, list[PretrainedConfig]]] = ContextVar("running", default=(None, []))
 _num_running = 0  # in all threads: what a compiled model can ask, which must not ask a context variable
 
 # On modules: they attend to a prefix where they are called with one. What a text part is called with may reach towers.
-_MARK = "_attends_to_prefix"
+MARK = "_attends_to_prefix"
 
 
 @contextmanager
@@ -324,20 +306,11 @@ def running(context, configs: list[PretrainedConfig]) -> Iterator[None]:
     outer = _running.get()
     try:
         _num_running += 1
-        _running.set(_Running(context, configs))
+        _running.set((context, configs))
         yield
     finally:
         _running.set(outer)
         _num_running -= 1
-
-
-def mark(module: nn.Module) -> None:
-    """Have a module attend to the prefix that it is called with."""
-    setattr(module, _MARK, True)
-
-
-def unmark(module: nn.Module) -> None:
-    vars(module).pop(_MARK, None)
 
 
 def is_softmax_attention(implementation: str) -> bool:
@@ -347,12 +320,12 @@ def is_softmax_attention(implementation: str) -> bool:
 
 @torch.compiler.disable
 def _context_with(config: PretrainedConfig | None):
-    now = _running.get()
-    return now.context if now is not None and any(config is x for x in now.configs) else None
+    context, configs = _running.get()
+    return context if any(config is x for x in configs) else None
 
 
 def _attention(own: Attention, module: nn.Module, *args, shared_prefix=None, **kwargs):
-    if shared_prefix is None and not _num_running or _MARK not in vars(module):
+    if shared_prefix is None and not _num_running or MARK not in vars(module):
         return own.attend(module, *args, **kwargs)
     return _attend(own, module, shared_prefix, *args, **kwargs)
 
@@ -360,16 +333,14 @@ def _attention(own: Attention, module: nn.Module, *args, shared_prefix=None, **k
 @torch.compiler.disable
 def _attend(own: Attention, module: nn.Module, shared_prefix, *args, **kwargs):
     context = _context_with(module.config) if shared_prefix is None else shared_prefix
-    if context is None:
+    if context is None or shared_prefix is None and isinstance(context, RecordPrefix) and not context.windows:
         return own.attend(module, *args, **kwargs)
-    if shared_prefix is None and isinstance(context, RecordPrefix) and not context.windows:
-        return own.attend(module, *args, **kwargs)
-    if shared_prefix is None and isinstance(context, ReadPrefix | RecordPrefix):
-        raise RuntimeError(
-            f"{type(module).__name__} was called in a pass of its model without the prefix of the pass. Set "
-            "`prefix_sharing=False`."
-        )
     if isinstance(context, ReadPrefix | RecordPrefix):
+        if shared_prefix is None:
+            raise RuntimeError(
+                f"{type(module).__name__} was called in a pass of its model without the prefix of the pass. Set "
+                "`prefix_sharing=False`."
+            )
         check_graph(context.without_graph, module.layer_idx)
         context = context.on(args[0].device)
     if own.attend is sdpa_attention_forward:

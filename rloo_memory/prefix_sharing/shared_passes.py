@@ -12,7 +12,7 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -91,7 +91,7 @@ def prompt_pass(
     if parent is not None:
         places = torch.arange(len(positions), device=positions.device)
         row = torch.zeros_like(places)
-        context = ReadPrefix.of(parent, positions, row, places, [len(places)], _window(backbone), record)
+        context = ReadPrefix(parent, positions, row, places, [len(places)], _window(backbone), record)
         inputs = {**inputs, "attention_mask": torch.ones_like(places)[None]}
     route = getattr(backbone, "_prefix_sharing", None)  # None: taken back, and found out by what layers leave
     try:
@@ -102,17 +102,15 @@ def prompt_pass(
     return node, outputs
 
 
-@dataclass(frozen=True)
 class _Tokens:
     """Tokens of a branch, or of the rows of a pass, one after another."""
 
-    lengths: list[int]  # of each row
-    row: torch.Tensor  # (T,), of the batch
-    column: torch.Tensor
-    position: torch.Tensor
-    of_pass: torch.Tensor  # row of the pass
-    place: torch.Tensor  # in that row
-    scored: torch.Tensor | None = None  # which of them are, None: all
+    def __init__(self, lengths: list[int], numbers: torch.Tensor, scored: torch.Tensor | None = None):
+        self.lengths = lengths  # of each row
+        # Row of the batch, column, position, row of the pass, and place in that row, (T,) each
+        self.numbers = numbers
+        self.row, self.column, self.position, self.of_pass, self.place = numbers
+        self.scored = scored  # which of them are, None: all
 
     @classmethod
     def of(cls, rows: list[int], starts: list[int], ends: list[int], shifts: list[int]) -> "_Tokens":
@@ -123,17 +121,14 @@ class _Tokens:
             row, start, shift = (torch.tensor(x).repeat_interleave(repeats) for x in (rows, starts, shifts))
             of_pass = torch.arange(len(rows)).repeat_interleave(repeats)
             place = torch.cat([torch.arange(length) for length in lengths])
-        return cls(lengths, row, start + place, start + place + shift, of_pass, place)
+        return cls(lengths, torch.stack([row, start + place, start + place + shift, of_pass, place]))
 
     @staticmethod
     def to(device: torch.device, tokens: "list[_Tokens]") -> "list[_Tokens]":
         """All of them on a device, in one copy."""
-        stacked = [torch.stack([x.row, x.column, x.position, x.of_pass, x.place]) for x in tokens]
-        split = to_device(torch.cat(stacked, dim=1), device).split([x.shape[1] for x in stacked], dim=1)
-        return [
-            _Tokens(x.lengths, row, column, position, of_pass, place, x.scored)
-            for x, (row, column, position, of_pass, place) in zip(tokens, split, strict=True)
-        ]
+        numbers = to_device(torch.cat([x.numbers for x in tokens], dim=1), device)
+        split = numbers.split([len(x.place) for x in tokens], dim=1)
+        return [_Tokens(x.lengths, each, x.scored) for x, each in zip(tokens, split, strict=True)]
 
     @property
     def places(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -150,7 +145,7 @@ def _run_pass(
             **inputs,
             # Without a mask, restarting positions would be taken for a padding-free batch
             attention_mask=torch.ones_like(context.positions)[None],
-            position_ids=context.positions[None] + context.prefix.offset,
+            position_ids=context.positions[None] + context.prefix.last.offset,
             use_cache=False,
             shared_prefix=context,
             **kwargs,
@@ -187,7 +182,7 @@ class _Forward:
             self._run_branch(*each, **kwargs)
         tokens, window = tokens[len(branches) :], _window(self.backbone)
         contexts = [
-            ReadPrefix.of(self._path(branch, self.rows[0]), x.position, x.of_pass, x.place, x.lengths, window)
+            ReadPrefix(self._path(branch, self.rows[0]), x.position, x.of_pass, x.place, x.lengths, window)
             for (branch, _), x in zip(passes, tokens, strict=True)
         ]
         outputs = run_passes(
@@ -243,9 +238,9 @@ class _Forward:
         starts, ends = [self.starts[row] + branch.end for row in rows], [self.ends[row] for row in rows]
         tokens = _Tokens.of(rows, starts, ends, [self._shift_of(branch, row) for row in rows])
         is_scored = tokens.column >= self.settings.prefix_length - 1
-        if is_scored.all():
-            return tokens
-        return replace(tokens, scored=to_device(is_scored.nonzero().squeeze(1), self.input_ids.device))
+        if not is_scored.all():
+            tokens.scored = to_device(is_scored.nonzero().squeeze(1), self.input_ids.device)
+        return tokens
 
     def _images_of(self, branch: Branch) -> dict[str, torch.Tensor]:
         row = self._first_row(branch)
@@ -277,7 +272,7 @@ class _Forward:
                 "`transformers.AttentionInterface`, or their states to the cache that they were called with, so its "
                 "prompts cannot be shared. Set `prefix_sharing=False`."
             )
-        unshard_in_backward(self.backbone, node.layers())
+        unshard_in_backward(self.backbone, node.slots)
         self.nodes[branch] = node
         self.tree.keep(branch, node, self.rows[-1] + 1)
 

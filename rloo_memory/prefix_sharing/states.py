@@ -17,12 +17,12 @@ channels of a convolution, K its width.
 
 import functools
 import inspect
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import LinearAttentionLayer
 
@@ -63,20 +63,12 @@ class States:
     has_tokens: bool = True  # else what goes through is no part of a prompt, and its completions start from zero
     rows: torch.Tensor | None = None  # (T,), row that each token belongs to. None: there is one row
     columns: torch.Tensor | None = None  # (T,), its place there
-    shape: tuple[int, int] = (1, 0)  # N, L
+    lengths: Sequence[int] = (0,)  # of the rows
 
-    @classmethod
-    def behind(
-        cls,
-        prefix: "Path | Node",
-        rows: torch.Tensor,
-        columns: torch.Tensor,
-        lengths: list[int],
-        record: "RecordPrefix | None" = None,
-    ) -> "States":
-        # With a single token and a state, mixers take a path for decoding that writes in place
-        shape = (len(lengths), max(2, *lengths))
-        return cls(prefix, record, rows=rows, columns=columns, shape=shape)
+    @property
+    def shape(self) -> tuple[int, int]:
+        """N, L. With a single token and a state, mixers take a path for decoding that writes in place."""
+        return len(self.lengths), max(2, *self.lengths)
 
     def on(self, device: torch.device) -> "States":
         if self.rows is None or self.columns is None:
@@ -87,6 +79,12 @@ class States:
         if self.prefix is None or slot not in self.prefix.slots:  # a short convolution has no recurrent state
             return None
         return self.prefix.read(slot, self.shape[0])
+
+    def _write(self, slot: tuple, columns: torch.Tensor, size: int) -> None:
+        if self.record is not None:
+            kept = columns if self.has_tokens else columns[..., :0]
+            # The last columns, in a copy: a slice would keep all of them
+            self.record.write(slot, nn.functional.pad(kept, (size - kept.shape[-1], 0)))
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
         return self._read((layer_idx, "conv", state_idx))
@@ -107,21 +105,14 @@ class States:
     ) -> torch.Tensor:
         before = self.get_conv_state(layer_idx, state_idx)
         columns = conv_states if before is None else torch.cat([before, conv_states], dim=-1)
-        if self.record is not None:
-            size = (conv_kernel_size or conv_states.shape[-1]) if before is None else before.shape[-1]
-            kept = columns if self.has_tokens else columns[..., :0]
-            # The last columns, in a copy (1, D, K): a slice would keep all of them
-            self.record.write((layer_idx, "conv", state_idx), nn.functional.pad(kept, (size - kept.shape[-1], 0)))
+        size = (conv_kernel_size or conv_states.shape[-1]) if before is None else before.shape[-1]
+        self._write((layer_idx, "conv", state_idx), columns, size)
         return columns
 
     def update_recurrent_state(
         self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs
     ) -> torch.Tensor:
-        if self.record is not None:
-            size = recurrent_states.shape[-1]
-            kept = recurrent_states if self.has_tokens else recurrent_states[..., :0]
-            state = nn.functional.pad(kept, (0, size - kept.shape[-1]))  # a copy
-            self.record.write((layer_idx, "recurrent", state_idx), state)
+        self._write((layer_idx, "recurrent", state_idx), recurrent_states, recurrent_states.shape[-1])
         return recurrent_states
 
     def to_rows(self, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -179,8 +170,8 @@ def _leave(name: str, mixer: nn.Module, args: tuple, kwargs: dict, output: torch
     return states.pack(output) if isinstance(states, States) else output
 
 
-def _drop_hooks(mixer: nn.Module) -> None:
-    """A copy of a mixer has copies of the hooks below, which would pack its rows twice."""
+def unshare_states(mixer: nn.Module) -> None:
+    """Remove the hooks of [`share_states`]. A copy of a mixer has copies of them, which would pack its rows twice."""
     before = mixer._forward_pre_hooks, mixer._forward_pre_hooks_with_kwargs
     behind = mixer._forward_hooks, mixer._forward_hooks_with_kwargs
     for hooks, with_kwargs in (before, behind):
@@ -188,16 +179,13 @@ def _drop_hooks(mixer: nn.Module) -> None:
             del hooks[number], with_kwargs[number]
 
 
-def share_states(mixers: list[nn.Module]) -> list[RemovableHandle]:
+def share_states(mixers: list[nn.Module]) -> None:
     """Have mixers start from the states of a shared prefix where they are called with one, and leave them there."""
-    handles = []
     for mixer in mixers:
-        _drop_hooks(mixer)
+        unshare_states(mixer)
         name = cache_argument(mixer)
-        enter, leave = functools.partial(_enter, name), functools.partial(_leave, name)
-        handles.append(mixer.register_forward_pre_hook(enter, with_kwargs=True))
-        handles.append(mixer.register_forward_hook(leave, with_kwargs=True))
-    return handles
+        mixer.register_forward_pre_hook(functools.partial(_enter, name), with_kwargs=True)
+        mixer.register_forward_hook(functools.partial(_leave, name), with_kwargs=True)
 
 
 @torch.no_grad()
@@ -215,7 +203,7 @@ def ignores_state(mixer: nn.Module, prefix: "Node", hidden_size: int) -> bool:
     name = cache_argument(mixer)
     mixer(hidden_states, **{name: States(record=prefix)})
     columns = torch.arange(2, device=weight.device)
-    read = States.behind(prefix, torch.zeros_like(columns), columns, lengths=[2])
+    read = States(prefix, rows=torch.zeros_like(columns), columns=columns, lengths=[2])
     states = dict(prefix.slots)
     for kind in {slot[1] for slot in states}:
         outputs = []
@@ -234,6 +222,6 @@ def fork_states(
     """Give each row of a cache layer, which has no states yet, a copy of those that the prompt of its group left."""
     update = {"conv": layer.update_conv_state, "recurrent": layer.update_recurrent_state}
     row_order = torch.cat(groups).argsort()
-    for slot in prefixes[0].nodes[-1].states_of(layer_idx):
+    for slot in prefixes[0].last.states_of(layer_idx):
         states = [prefix.read(slot, len(rows)) for prefix, rows in zip(prefixes, groups, strict=True)]
         update[slot[1]](torch.cat(states)[row_order.to(states[0].device)], state_idx=slot[2])

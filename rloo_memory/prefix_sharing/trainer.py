@@ -14,7 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from .config import check_processes
-from .enabling import check_dropout, disable_prefix_sharing, enable_prefix_sharing, share_starts, shares_starts
+from .enabling import check_dropout, disable_prefix_sharing, enable_prefix_sharing, shares_starts
 from .generation import generate_with_shared_prefix
 from .hooks import has_parameter_hooks, state_of, traces_of
 from .images import OF_IMAGES, OF_TOKENS, MultimodalInputs, count_tiles
@@ -77,7 +77,7 @@ class TrainerPasses:
         self._batches: dict[bool, _Batch | None] = {}  # the last one of training, and of evaluation
         self._scored: Tree | None = None  # of all rows of the last one
         self._trained: Tree | None = None  # of those of an update
-        self._rows: range | None = None  # of the rollout, from this micro-batch to the end of its update
+        self._rows = range(0)  # of the rollout, from this micro-batch to the end of its update
         self._state: tuple = ()  # of the model in this micro-batch
         self._traces: tuple = ()  # of changes of its weights and gradients, behind the last one
         self._place = 0  # of the micro-batch in its update
@@ -96,7 +96,7 @@ class TrainerPasses:
             self._shares_starts = self._agreed(shares_starts)
             self._may_go_whole = not takes_images and self._agreed(takes_whole_rows)
             for each in self._models:
-                share_starts(each, self._shares_starts)
+                causal_lm_of(each).base_model._prefix_sharing.shares_starts = self._shares_starts
         self._in_one_backward = accelerator.distributed_type != DistributedType.NO
         # The completions of a prompt can be spread over several micro-batches
         self._splits_groups = args.prefix_sharing and args.per_device_train_batch_size < args.num_generations
@@ -147,7 +147,6 @@ class TrainerPasses:
         """
         self._has_passes |= torch.is_grad_enabled()
         bounds = (given["input_ids"].size(1) - given["logits_to_keep"], self.args.tokens_per_forward)
-        num_images, num_tiles = given.get("num_images"), given.get("num_tiles")
         common = {"activation_offloading": self.args.activation_offloading, "count": self.count}
         if not self.args.prefix_sharing or self._goes_whole:
             return TokenBudgetPasses(*bounds, **common)
@@ -157,11 +156,10 @@ class TrainerPasses:
             first += self._first_row(tree)
         elif first == 0 and tree is not None:
             tree.close()  # each model that scores begins with the first row
+        common |= {name: given[name][rows] for name in ("num_images", "num_tiles") if given.get(name) is not None}
         return SharedPrefixPasses(
             *bounds,
             completions_per_forward=self.args.per_device_train_batch_size if self._splits_groups else None,
-            num_images=None if num_images is None else num_images[rows],
-            num_tiles=None if num_tiles is None else num_tiles[rows],
             tree=tree,
             rows=range(first, first + rows.stop - rows.start),
             group_size=self._batch.group_size if alone and self._batch is not None else 1,
@@ -184,7 +182,7 @@ class TrainerPasses:
     def _tree_to_train(self, model: PreTrainedModel) -> Tree | None:
         """That of the update, None for rows that are no part of a training step, or score another model than it
         trains: a reference, or the policy without its adapter."""
-        if self._rows is None or self._batch is None:
+        if not self._rows or self._batch is None:
             return None
         if model is not causal_lm_of(self.model) or state_of(self.model) != self._state:
             return None
@@ -201,10 +199,7 @@ class TrainerPasses:
 
     def _first_row(self, tree: Tree | None) -> int:
         """Which row of an update's tree is the first one of the micro-batch."""
-        if tree is None:
-            return 0
-        assert self._rows is not None  # within a micro-batch
-        return len(tree.prompts) - len(self._rows)
+        return 0 if tree is None else len(tree.prompts) - len(self._rows)
 
     def _tree(self, batch: _Batch, prompts: Prompts, rows_per_backward: int | None = None) -> Tree:
         backward = {"rows_per_backward": rows_per_backward, "in_one_backward": self._in_one_backward}
@@ -387,7 +382,7 @@ class TrainerPasses:
             if updates or stop >= len(tree.prompts):
                 tree.leave(len(tree.prompts))
                 self._trained = None
-        self._rows, self._place = None, 0 if updates else self._place + 1
+        self._rows, self._place = range(0), 0 if updates else self._place + 1
         if self._trained is not None:
             self._traces = traces_of(self.model)
 
@@ -395,8 +390,7 @@ class TrainerPasses:
         """Forget what is kept for the next micro-batch."""
         for tree in filter(None, (self._trained, self._scored)):
             tree.close()
-        self._trained = self._rows = None
-        self._place = 0
+        self._trained, self._rows, self._place = None, range(0), 0
 
     def remove(self) -> None:
         """Take back what was done to the models. In the middle of an update, prompts have their backward."""

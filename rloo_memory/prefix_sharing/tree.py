@@ -221,17 +221,16 @@ class Tree:
         if branch.rows[-1] >= stop:
             self.nodes[branch] = node
 
-    def backward(self) -> None:
-        """All rows are done: the nodes have their backward, children before parents, and go."""
+    def backward(self, stop: int | None = None) -> None:
+        """Rows up to `stop`, or all, are done: the nodes that no others read have their backward, if it is theirs,
+        children before parents, and go."""
         for branch in reversed(self.branches):
-            if branch in self.nodes:
+            if branch in self.nodes and (stop is None or branch.rows[-1] < stop):
                 self.nodes.pop(branch).backward()
 
     def leave(self, stop: int) -> None:
-        """Rows up to `stop` are done: the nodes that no others read have their backward, if it is theirs, and go."""
-        for branch in reversed(self.branches):
-            if branch in self.nodes and branch.rows[-1] < stop:
-                self.nodes.pop(branch).backward()
+        """Rows up to `stop` are done."""
+        self.backward(stop)
 
 
 class OpenTree(Tree):

@@ -247,7 +247,7 @@ class TestMasks:
         rows = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
         columns = torch.cat([torch.arange(length) for length in lengths])
         prefix = Path.of(Node(torch.arange(3, 3 + num_prefix_tokens)))  # behind padding
-        return ReadPrefix.of(prefix, columns + 3 + num_prefix_tokens, rows, columns, lengths, window)
+        return ReadPrefix(prefix, columns + 3 + num_prefix_tokens, rows, columns, lengths, window)
 
     @pytest.mark.parametrize("window", [None, 1, 4, 30])
     @pytest.mark.parametrize("num_prefix_tokens", [0, 1, 9])

@@ -212,4 +212,7 @@ class TestPrefixSharingChecks:
         enable_prefix_sharing(model)
         model.generation_config.cache_implementation = "hybrid"
         config = GenerationConfig(max_length=PROMPT + 2, min_new_tokens=2)  # in place of `max_new_tokens`
-        assert generate_with_shared_prefix(model, **prompts(), generation_config=config).shape[1] == PROMPT + 2
+        # Without a cache, too: there is one all the same
+        for given in ({}, {"use_cache": False}):
+            output = generate_with_shared_prefix(model, **prompts(), generation_config=config, **given)
+            assert output.shape[1] == PROMPT + 2

@@ -22,12 +22,14 @@ def test_an_engine_that_gets_no_weights(off, qwen3, trl):
 
 
 def test_completions_one_position_too_far(off, qwen3, trl, monkeypatch):
-    of = ReadPrefix.of.__func__
-    further = classmethod(lambda cls, prefix, positions, *rest: of(cls, prefix, positions + 1, *rest))
+    init = ReadPrefix.__init__
+
+    def further(self, prefix, positions, *rest):
+        init(self, prefix, positions + 1, *rest)
 
     class AfterTheFirstStep(TrainerCallback):  # before it, `share_prompts` compares with whole rows itself
         def on_step_end(self, *args, **kwargs):
-            monkeypatch.setattr(ReadPrefix, "of", further)
+            monkeypatch.setattr(ReadPrefix, "__init__", further)
 
     def spoil(trainer):
         trainer.add_callback(AfterTheFirstStep)
