@@ -20,8 +20,8 @@ OOM_TEXTS = (
 
 
 def show_one_gpu() -> str:
-    """Of several GPUs leave only the first visible to this process: with more, TRL's trainers would spread over all of
-    them, which is refused. Returns what to say of it. To be called before torch looks at the GPUs."""
+    """Of several GPUs leave only the first visible to this process: TRL would put a model's layers on all of them, and
+    one would wait for another. Returns what to say of it. To be called before torch looks at the GPUs."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     shown = visible.split(",") if visible else []
     if visible is None:
