@@ -181,5 +181,6 @@ class TestImplementations:
         save_model("llama", torch.float32, self.tmp_dir)
         model = AutoModelForCausalLM.from_pretrained(self.tmp_dir, attn_implementation=implementation).eval()
         input_ids = torch.arange(20, 30)[None]
+        torch.compiler.reset()  # what tests before this one compiled
         compiled = torch.compile(model.forward, fullgraph=True, backend="eager")
         assert torch.equal(compiled(input_ids=input_ids).logits, model(input_ids=input_ids).logits)
