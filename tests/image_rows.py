@@ -66,18 +66,8 @@ class Encoded:
         return pixels
 
 
-def add_pixels(images):
-    """Random pixels of each image: (channels, height, width)."""
-    return [torch.rand(3, 8 * height, 8 * width) - 0.5 for height, width in images]
-
-
-def flat(images, height=16, width=16):
-    return torch.stack([x[:, :height, :width] for x in images])
-
-
-def patches(image, size):
-    """(number of patches, channels * size * size), row after row."""
-    return torch.nn.functional.unfold(image[None], size, stride=size)[0].T
+def flat(images):
+    return dict(pixel_values=torch.stack([x[:, :16, :16] for x in images]))
 
 
 def qwen(images):
@@ -102,7 +92,7 @@ def positioned(images):
     rows, places = [], []
     for x in images:
         height, width = x.shape[1] // 4, x.shape[2] // 4
-        rows.append(patches(x, 4) + 0.5)
+        rows.append(torch.nn.functional.unfold(x[None], 4, stride=4)[0].T + 0.5)
         places.append(
             torch.stack(torch.meshgrid(torch.arange(width), torch.arange(height), indexing="xy"), -1).view(-1, 2)
         )
@@ -128,10 +118,6 @@ def blocks(image):
     return image.shape[1] * image.shape[2] // 64
 
 
-def fixed(number):
-    return lambda image: number
-
-
 def tiles(image):
     """InternVL cuts an image in tiles of 16 x 16."""
     return image.shape[2] // 16
@@ -139,15 +125,15 @@ def tiles(image):
 
 # (layout of the pixels, number of tokens of an image, field of the token types)
 FAMILIES = {
-    "gemma3": (lambda images: dict(pixel_values=flat(images)), fixed(4), "token_type_ids"),
+    "gemma3": (flat, lambda image: 4, "token_type_ids"),
     "gemma4": (positioned, blocks, "mm_token_type_ids"),
     "gemma4-blocks": (positioned, blocks, "mm_token_type_ids"),
     "mistral3": (sized, blocks, None),
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "glm4v"), (qwen, blocks, "mm_token_type_ids")),
     "internvl": (lambda images: dict(pixel_values=torch.cat([torch.stack(x.split(16, 2)) for x in images])),
                  lambda image: 4 * tiles(image), None),
-    "llava": (lambda images: dict(pixel_values=flat(images)), fixed(16), None),
-    "smolvlm": (None, fixed(4), None),
+    "llava": (flat, lambda image: 16, None),
+    "smolvlm": (None, lambda image: 4, None),
 }  # fmt: skip
 
 
@@ -158,7 +144,8 @@ def batch(family, image_token, seed=7, start=0):
     torch.manual_seed(seed)
     text = torch.randint(FIRST_TOKEN, LAST_TOKEN, (6 + start,)).tolist()
     begin, between, end = text[: 2 + start], text[2 + start : 4 + start], text[4 + start :]
-    images_of_prompt = [add_pixels(images) for images in PROMPTS]
+    # (channels, height, width)
+    images_of_prompt = [[torch.rand(3, 8 * x, 8 * y) - 0.5 for x, y in images] for images in PROMPTS]
     prompts = []
     for images in images_of_prompt:
         with_text = ([image_token] * tokens_of(image) + between for image in images)

@@ -41,112 +41,81 @@ ROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "
 LONGROPE = {"model": {"rope_parameters": {**ROPE, "original_max_position_embeddings": 10}}}
 SHORT = [[["w5", "w7 w8"], ["w21", f"w3{step}"]] for step in range(4)]  # rows go through the model whole
 
-# Untouched runs, and what each is compared with: gradient checkpointing, settings of sharing, other sharding
+
+def of(trainer, *variants, **arguments):
+    """A run without sharing, and what is compared with it: gradient checkpointing, settings, and what else differs."""
+    return {"trainer": trainer, **arguments}, variants or [(True, SHARED, {})]
+
+
+OF_16 = {**WHOLE, "tokens_per_forward": 16}
+FSDP, GENERATE = {"fsdp": RESHARD}, {"generate": True, "options": GREEDY}
 RUNS = {
-    "ddp-rloo": (
-        dict(trainer="rloo", evaluate=True),
-        [(True, TWO, {}), (False, {**WHOLE, "tokens_per_forward": 16}, {})],
-    ),
-    "ddp-grpo": (dict(trainer="grpo", accumulate=2, dtype="float32"), [(True, ONE, {})]),
+    "ddp-rloo": of("rloo", (True, TWO, {}), (False, OF_16, {}), evaluate=True),
+    "ddp-grpo": of("grpo", (True, ONE, {}), accumulate=2, dtype="float32"),
     # One row a micro-batch: a prompt goes through the model with the first of three, on each process
-    "ddp-split": (dict(trainer="rloo", rows=1), [(True, SHARED, {})]),
-    "ddp-alike": (dict(trainer="grpo", rows=1, accumulate=2, prompts=ALIKE), [(True, SHARED, {}), (False, TWO, {})]),
-    "fsdp-rloo": (
-        dict(trainer="rloo", accumulate=2, fsdp=RESHARD),
-        [(False, SHARED, KEEP), (True, {**SHARED, "tokens_per_forward": 8}, {})],
+    "ddp-split": of("rloo", rows=1),
+    "ddp-alike": of("grpo", (True, SHARED, {}), (False, TWO, {}), rows=1, accumulate=2, prompts=ALIKE),
+    "fsdp-rloo": of(
+        "rloo", (False, SHARED, KEEP), (True, {**SHARED, "tokens_per_forward": 8}, {}), accumulate=2, **FSDP
     ),
-    "fsdp-grpo": (
-        dict(trainer="grpo", evaluate=True, dtype="float32", fsdp=RESHARD),
-        [(True, ONE, PARTS), (True, {**WHOLE, "tokens_per_forward": 16}, {})],
-    ),
-    "fsdp-short": (dict(trainer="rloo", rows=1, fsdp=RESHARD, prompts=SHORT), [(True, SHARED, {})]),
-    "fsdp-alike": (dict(trainer="rloo", rows=1, fsdp=RESHARD, prompts=ALIKE), [(True, SHARED, {})]),
-    "fsdp-alike-generate": (
-        dict(trainer="grpo", generate=True, options=GREEDY, fsdp=RESHARD, prompts=ALIKE),
-        [(True, SHARED, {})],
-    ),
-    "fsdp-lora-split": (dict(trainer="grpo", rows=1, fsdp=RESHARD, lora=True), [(True, SHARED, PARTS)]),
+    "fsdp-grpo": of("grpo", (True, ONE, PARTS), (True, OF_16, {}), evaluate=True, dtype="float32", **FSDP),
+    "fsdp-short": of("rloo", rows=1, prompts=SHORT, **FSDP),
+    "fsdp-alike": of("rloo", rows=1, prompts=ALIKE, **FSDP),
+    "fsdp-alike-generate": of("grpo", prompts=ALIKE, **GENERATE, **FSDP),
+    "fsdp-lora-split": of("grpo", (True, SHARED, PARTS), rows=1, lora=True, **FSDP),
     # The first update's prompts are equal on one process
-    "fsdp-equal": (
-        dict(trainer="grpo", fsdp=RESHARD, dtype="float32", prompts=EQUAL_FIRST, options={"seed": 3}),
-        [(True, SHARED, {})],
-    ),
-    "fsdp-sorted": (dict(trainer="grpo", fsdp=RESHARD, prompts=SORTED, sort="rows"), [(True, SHARED, {})]),
-    "fsdp-sorts": (dict(trainer="rloo", fsdp=RESHARD, prompts=SORTED, sort="scores"), [(True, SHARED, {})]),
-    "fsdp-longrope-generate": (
-        dict(trainer="grpo", generate=True, options={**GREEDY, **LONGROPE}, fsdp=RESHARD),
-        [(True, SHARED, {})],
-    ),
+    "fsdp-equal": of("grpo", dtype="float32", prompts=EQUAL_FIRST, options={"seed": 3}, **FSDP),
+    "fsdp-sorted": of("grpo", prompts=SORTED, sort="rows", **FSDP),
+    "fsdp-sorts": of("rloo", prompts=SORTED, sort="scores", **FSDP),
+    "fsdp-longrope-generate": of("grpo", generate=True, options={**GREEDY, **LONGROPE}, **FSDP),
     # Prompts that differ within a group, on one process
-    "fsdp-differ-split": (dict(trainer="rloo", rows=1, fsdp=RESHARD, differ=True), [(True, SHARED, {})]),
-    "fsdp-differ-generate": (
-        dict(trainer="grpo", generate=True, options=GREEDY, fsdp=RESHARD, differ=True),
-        [(True, SHARED, {})],
-    ),
-    "fsdp-lora-generate": (
-        dict(trainer="rloo", generate=True, options=GREEDY, fsdp=RESHARD, lora=True),
-        [(True, SHARED, {})],
-    ),
+    "fsdp-differ-split": of("rloo", rows=1, differ=True, **FSDP),
+    "fsdp-differ-generate": of("grpo", differ=True, **GENERATE, **FSDP),
+    "fsdp-lora-generate": of("rloo", lora=True, **GENERATE, **FSDP),
 }
 
 # The option of trl/first, which has trainers of its own
 NATIVE_RUNS = {
-    f"native-{name}": (dict(native=True, **arguments), [(True, SHARED, {})])
-    for name, arguments in {
-        "ddp": dict(trainer="rloo", evaluate=True),
-        "fsdp": dict(trainer="rloo", fsdp=RESHARD),
-        "fsdp-lora": dict(trainer="grpo", accumulate=2, fsdp=RESHARD, lora=True),
-    }.items()
+    "native-ddp": of("rloo", native=True, evaluate=True),
+    "native-fsdp": of("rloo", native=True, **FSDP),
+    "native-fsdp-lora": of("grpo", native=True, accumulate=2, lora=True, **FSDP),
 }
 
 # DeepSpeed computes in float32 at most
 ZERO3, HOST = {"zero3": {}, "dtype": "float32"}, {"device": "cpu"}
-SHARDED = {"ds3_gather_for_generation": False}  # the processes generate together, as long as the last of them needs
+# The processes generate together, as long as the last of them needs
+SHARDED = {"generate": True, "options": {**GREEDY, "ds3_gather_for_generation": False}}
+LORA = {"lora": True, "options": {"gradient_checkpointing": True}}
 ZERO3_RUNS = {
-    "zero3-rloo": (
-        dict(trainer="rloo", evaluate=True, **ZERO3),
-        [(False, SHARED, {}), (True, TWO, {}), (True, {**WHOLE, "tokens_per_forward": 16}, {})],
-    ),
-    "zero3-grpo": (
-        dict(trainer="grpo", accumulate=2, **ZERO3),
-        [(False, ONE, {}), (True, {**SHARED, "tokens_per_forward": 8}, {})],
-    ),
+    "zero3-rloo": of("rloo", (False, SHARED, {}), (True, TWO, {}), (True, OF_16, {}), evaluate=True, **ZERO3),
+    "zero3-grpo": of("grpo", (False, ONE, {}), (True, {**SHARED, "tokens_per_forward": 8}, {}), accumulate=2, **ZERO3),
     # From the checkpoint of the run before
-    "zero3-resume": (
-        dict(trainer="grpo", **ZERO3),
-        [(True, TWO, {"save": 2}), (True, SHARED, {"resume": 2})],
+    "zero3-resume": of("grpo", (True, TWO, {"save": 2}), (True, SHARED, {"resume": 2}), **ZERO3),
+    "zero3-offload": of(
+        "rloo",
+        (True, TWO, {"save": 2}),
+        (True, TWO, {"resume": 2}),
+        dtype="float32",
+        zero3={"offload_param": HOST, "offload_optimizer": HOST},
     ),
-    "zero3-offload": (
-        dict(trainer="rloo", dtype="float32", zero3={"offload_param": HOST, "offload_optimizer": HOST}),
-        [(True, TWO, {"save": 2}), (True, TWO, {"resume": 2})],
+    "zero3-lora": of("rloo", (True, TWO, {}), (False, SHARED, {}), (True, OF_16, {}), **LORA, **ZERO3),
+    "zero3-reward": of("rloo", (True, {**SHARED, "tokens_per_forward": 24}, {}), reward_model=True, **ZERO3),
+    "zero3-split": of("rloo", (False, SHARED, {}), (True, SHARED, {}), rows=1, **ZERO3),
+    "zero3-alike": of("rloo", rows=1, prompts=ALIKE, **ZERO3),
+    "zero3-lora-split": of(
+        "grpo",
+        (True, {**SHARED, "gradient_checkpointing_kwargs": {"preserve_rng_state": True}}, {}),
+        rows=1,
+        **LORA,
+        **ZERO3,
     ),
-    "zero3-lora": (
-        dict(trainer="rloo", lora=True, options={"gradient_checkpointing": True}, **ZERO3),
-        [(True, TWO, {}), (False, SHARED, {}), (True, {**WHOLE, "tokens_per_forward": 16}, {})],
-    ),
-    "zero3-reward": (
-        dict(trainer="rloo", reward_model=True, **ZERO3),
-        [(True, {**SHARED, "tokens_per_forward": 24}, {})],
-    ),
-    "zero3-split": (dict(trainer="rloo", rows=1, **ZERO3), [(False, SHARED, {}), (True, SHARED, {})]),
-    "zero3-alike": (dict(trainer="rloo", rows=1, prompts=ALIKE, **ZERO3), [(True, SHARED, {})]),
-    "zero3-lora-split": (
-        dict(trainer="grpo", rows=1, lora=True, options={"gradient_checkpointing": True}, **ZERO3),
-        [(True, {**SHARED, "gradient_checkpointing_kwargs": {"preserve_rng_state": True}}, {})],
-    ),
-    "zero3-generate": (dict(trainer="grpo", generate=True, options=GREEDY, **ZERO3), [(True, SHARED, {})]),
-    "zero3-generate-sharded": (
-        dict(trainer="grpo", generate=True, options={**GREEDY, **SHARDED}, **ZERO3),
-        [(True, SHARED, {})],
-    ),
-    "zero3-lora-generate-sharded": (
-        dict(trainer="grpo", generate=True, options={**GREEDY, **SHARDED}, lora=True, **ZERO3),
-        [(True, SHARED, {})],
-    ),
+    "zero3-generate": of("grpo", **GENERATE, **ZERO3),
+    "zero3-generate-sharded": of("grpo", **SHARDED, **ZERO3),
+    "zero3-lora-generate-sharded": of("grpo", lora=True, **SHARDED, **ZERO3),
 }
 NATIVE_ZERO3_RUNS = {
-    "native-zero3": (dict(trainer="grpo", native=True, **ZERO3), [(True, SHARED, {})]),
-    "native-zero3-lora": (dict(trainer="rloo", native=True, lora=True, **ZERO3), [(True, SHARED, {})]),
+    "native-zero3": of("grpo", native=True, **ZERO3),
+    "native-zero3-lora": of("rloo", native=True, lora=True, **ZERO3),
 }
 
 

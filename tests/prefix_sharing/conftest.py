@@ -5,28 +5,27 @@ import logging
 import pytest
 import tiny_hub
 import torch
-from datasets import Dataset
-from transformers import LlamaConfig, LlamaForCausalLM
 from trl.trainer import grpo_trainer
 
 import trl
 from experiments.checks import tiny_families
 from experiments.checks.family_check import prepared
+from experiments.checks.tiny_families import VOCAB
 from rloo_memory import share_prompts
 from rloo_memory.prefix_sharing.trainer import shuffle_groups
-from tests.probes.tiny import build_tokenizer
+from tests.probes.tiny import build_model, build_tokenizer, build_trainer
 
-K, WORDS = 4, 120
+K = 4
+TRAINERS = (trl.RLOOTrainer, trl.GRPOTrainer)
 PROMPTS = [" ".join(f"w{3 + 7 * i % 90}" for i in range(n)) for n in (31, 22)]
 
 
 @pytest.fixture(scope="session")
 def hub(tmp_path_factory):
-    import datasets
-
     folder = tmp_path_factory.mktemp("hub")
-    datasets.config.HF_DATASETS_CACHE = str(tmp_path_factory.mktemp("datasets"))
     tiny_hub.make(folder)
+    build_model().save_pretrained(folder / "tiny")
+    build_tokenizer().save_pretrained(folder / "tiny")
     return folder
 
 
@@ -51,17 +50,12 @@ class Fixed(trl.GRPOTrainer):
     def _generate_single_turn(self, prompt_ids, images, *args, **kwargs):
         random = torch.Generator().manual_seed(self.state.global_step)
         lengths = [(3, 9, 1, 6)[row % 4] for row in range(len(prompt_ids))]
-        return [torch.randint(4, WORDS, (length,), generator=random).tolist() for length in lengths], None
+        return [torch.randint(4, VOCAB, (length,), generator=random).tolist() for length in lengths], None
 
 
 @pytest.fixture
 def policy(tmp_path):
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=WORDS, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=2, pad_token_id=0, eos_token_id=1, bos_token_id=2,
-    )  # fmt: skip
-    LlamaForCausalLM(config).save_pretrained(tmp_path / "policy")
+    llama().save_pretrained(tmp_path / "policy")
     return str(tmp_path / "policy")
 
 
@@ -73,21 +67,22 @@ def build(policy, tmp_path, monkeypatch):
     def make(trainer_class, batch_size, model=policy, peft_config=None, **options):
         if model is policy:
             options = {"model_init_kwargs": {"dtype": torch.float64}, **options}
-        args = trl.GRPOConfig(
-            output_dir=str(tmp_path), per_device_train_batch_size=batch_size, num_generations=K,
-            gradient_accumulation_steps=8 // batch_size, max_completion_length=16, max_steps=2, learning_rate=1e-2,
-            report_to="none", use_cpu=True, bf16=False, save_strategy="no", disable_tqdm=True, optim="sgd",
-            max_grad_norm=0.0, shuffle_dataset=False, logging_steps=1,
-            **{"beta": 0.04, **options},
-        )  # fmt: skip
+        options = {"max_completion_length": 16, "max_steps": 2, "beta": 0.04, "lr_scheduler_type": "linear", **options}
         torch.manual_seed(0)
-        return trainer_class(
-            model=model,
-            reward_funcs=lambda completion_ids, **_: [sum(ids) * 7919 % 13 / 13 for ids in completion_ids],
-            args=args,
-            train_dataset=Dataset.from_dict({"prompt": PROMPTS}),
-            processing_class=build_tokenizer(WORDS),
-            peft_config=peft_config,
+        return build_trainer(
+            trainer_class,
+            tmp_path,
+            model,
+            PROMPTS,
+            lambda completion_ids, **_: [sum(ids) * 7919 % 13 / 13 for ids in completion_ids],
+            {"processing_class": build_tokenizer(VOCAB), "peft_config": peft_config},
+            launched=False,
+            per_device_train_batch_size=batch_size,
+            gradient_accumulation_steps=8 // batch_size,
+            optim="sgd",
+            max_grad_norm=0.0,
+            shuffle_dataset=False,
+            **options,
         )
 
     return make

@@ -18,9 +18,9 @@ from rloo_memory.prefix_sharing.probe import PROBE_PREFIX_LENGTH, error_of_passe
 from rloo_memory.prefix_sharing.shared_passes import SharedPrefixPasses
 from rloo_memory.prefix_sharing.token_budget import check_whole_rows
 from rloo_memory.prefix_sharing.trainer import TrainerPasses
+from rloo_memory.settings.trl_parser import RLOOConfig
 
 from .conftest import llama
-from .sharing_trainers import RLOOConfig
 
 DYNAMIC = {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}
 # (model type, what is special about it, words of the refusal)

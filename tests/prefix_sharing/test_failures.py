@@ -3,6 +3,7 @@
 import copy
 import gc
 import weakref
+from contextlib import suppress
 
 import image_rows
 import pytest
@@ -15,13 +16,11 @@ from rloo_memory.prefix_sharing import enabling
 from rloo_memory.prefix_sharing.enabling import enable_prefix_sharing
 from rloo_memory.prefix_sharing.nodes import Node
 from rloo_memory.prefix_sharing.shared_passes import SharedPrefixPasses
+from tests.probes.tiny import build_trainer
 
-from .conftest import llama
-from .sharing_trainers import SMALL, TRAINERS, build_trainer
+from .conftest import TRAINERS, llama
 
 pytestmark = pytest.mark.slow
-
-MODEL_ID = "tiny-Qwen3ForCausalLM"
 
 
 def make(name):
@@ -101,10 +100,8 @@ class TestPrefixSharingFailures:
                 failing = FailAtCall(last_projection(model), fail_at.get(stage, 0), error)
                 if stage == "backward":
                     failing = FailInBackward(model.get_input_embeddings().weight, error)
-                try:
+                with suppress(error):
                     (scored if stage == "no backward" else run)(model, inputs, prompt, passes=passes)
-                except error:
-                    pass
                 assert stage == "no backward" or failing.number <= 0, "nothing failed: the test would be empty"
                 failing.handle.remove()
             assert alive() == 0, stage
@@ -113,27 +110,24 @@ class TestPrefixSharingFailures:
 
     # The calls of the last attention: 8 in generation, 2 in scoring, then each micro-batch's
     @pytest.mark.parametrize(
-        "config_class, trainer_class, fail_at",
-        [(*TRAINERS[0], 3), (*TRAINERS[1], 11), (*TRAINERS[0], 12), (*TRAINERS[1], 15)],
+        "trainer_class, fail_at", [(TRAINERS[0], 3), (TRAINERS[1], 11), (TRAINERS[0], 12), (TRAINERS[1], 15)]
     )
-    def test_the_next_training_is_one_of_a_new_process(self, config_class, trainer_class, fail_at, alive):
+    def test_the_next_training_is_one_of_a_new_process(self, trainer_class, fail_at, alive):
         def make_trainer(model):
-            options = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 3, "learning_rate": 0.1}
-            options |= {"generation_kwargs": {"min_new_tokens": 8}, "bf16": False, "prefix_sharing": True}
-            args = config_class(output_dir=self.tmp_dir, **SMALL | options)
-            prompts = ["the sky is blue and", "the sea"] * 3
-            return build_trainer(trainer_class, args, prompts, model, lambda completions, **_: [0.0, 1.0, 0.0])
+            options = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 3, "num_generations": 3}
+            options |= {"generation_kwargs": {"min_new_tokens": 8}, "max_completion_length": 8, "learning_rate": 0.1}
+            rewards = [lambda completions, **_: [0.0, 1.0, 0.0]]
+            prompts = ["w50 w51 w52 w53", "w54 w55"]
+            return build_trainer(trainer_class, self.tmp_dir, model, prompts, rewards, prefix_sharing=True, **options)
 
-        fresh = make_trainer(MODEL_ID)
+        fresh = make_trainer("tiny")
         fresh.train()
 
-        model = AutoModelForCausalLM.from_pretrained(MODEL_ID, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_pretrained("tiny", dtype=torch.float32)
         failed = make_trainer(model)
         failing = FailAtCall(last_projection(model), fail_at, torch.OutOfMemoryError)
-        try:
+        with suppress(torch.OutOfMemoryError):
             failed.train()
-        except torch.OutOfMemoryError:
-            pass
         assert failing.number <= 0, "nothing failed: the test would be empty"
         failing.handle.remove()
         assert alive() == 0

@@ -4,7 +4,7 @@ import pickle
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, Qwen3Config
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 from experiments.checks.family_check import PROMPT, batch, prepared, run
 from experiments.checks.tiny_families import build, family
@@ -13,13 +13,11 @@ from rloo_memory.prefix_sharing.enabling import disable_prefix_sharing, enable_p
 from rloo_memory.prefix_sharing.generation import generate_with_shared_prefix
 from rloo_memory.prefix_sharing.shared_passes import SharedPrefixPasses
 from rloo_memory.prefix_sharing.token_budget import TokenBudgetPasses
+from tests.probes.tiny import build_config, build_trainer
 
-from .conftest import llama
-from .sharing_trainers import SMALL, TRAINERS, build_trainer
+from .conftest import TRAINERS, llama
 
 pytestmark = pytest.mark.slow
-
-MODEL_ID = "tiny-Qwen2ForCausalLM-2.5"
 
 
 def num_hooks(model):
@@ -27,12 +25,6 @@ def num_hooks(model):
 
 
 class TestPrefixSharingFaithful:
-    def make_trainer(self, config_class, trainer_class, model, **kwargs):
-        kwargs = {"per_device_train_batch_size": 3, "bf16": False, "use_cpu": True, **kwargs}
-        args = config_class(output_dir=self.tmp_dir, **SMALL | kwargs)
-        tokenizer = AutoTokenizer.from_pretrained(MODEL_ID)
-        return build_trainer(trainer_class, args, model=model, processing_class=tokenizer)
-
     @pytest.mark.parametrize("name", ["llama", "gemma3"])
     def test_model_is_as_it_came(self, name):
         model = prepared(build(family(name)), torch.float32)
@@ -48,7 +40,7 @@ class TestPrefixSharingFaithful:
             run(model, passes=passes)
 
     def test_copies(self):
-        model = AutoModelForCausalLM.from_pretrained(MODEL_ID)
+        model = AutoModelForCausalLM.from_pretrained("tiny")
         enable_prefix_sharing(model)
         copied = pickle.loads(pickle.dumps(copy.deepcopy(model)))
         hooks = num_hooks(copied)
@@ -65,12 +57,12 @@ class TestPrefixSharingFaithful:
             enable_prefix_sharing(model)
         assert num_hooks(model) == 0
 
-    @pytest.mark.parametrize("config_class, trainer_class", TRAINERS)
-    def test_second_trainer(self, config_class, trainer_class):
-        build(family("qwen3_5_text", vocab_size=300)).save_pretrained(self.tmp_dir)
+    @pytest.mark.parametrize("trainer_class", TRAINERS)
+    def test_second_trainer(self, trainer_class):
+        build(family("qwen3_5_text", vocab_size=100)).save_pretrained(self.tmp_dir)
         model = AutoModelForCausalLM.from_pretrained(self.tmp_dir, dtype=torch.float32)
         for _ in range(2):
-            self.make_trainer(config_class, trainer_class, model, beta=0.05, prefix_sharing=True).train()
+            build_trainer(trainer_class, self.tmp_dir, model, beta=0.05, prefix_sharing=True).train()
 
     def test_logits_to_keep(self):
         model = build(family("gemma4_text")).eval()
@@ -96,16 +88,7 @@ class TestPrefixSharingFaithful:
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
     def test_check_is_in_float32(self, dtype, monkeypatch):
         torch.manual_seed(0)
-        config = Qwen3Config(
-            vocab_size=60,
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=8,
-        )
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model = AutoModelForCausalLM.from_config(build_config(), dtype=dtype)
         params = {name: (param.detach().clone(), param.data_ptr()) for name, param in model.named_parameters()}
         seen = set()
         handle = model.model.layers[1].register_forward_pre_hook(lambda _, args: seen.add(args[0].dtype))
@@ -130,7 +113,7 @@ class TestPrefixSharingFaithful:
             torch.testing.assert_close(model.get_parameter(name), param, rtol=0, atol=0)
 
     def test_kernel_without_float32(self):
-        model = AutoModelForCausalLM.from_pretrained(MODEL_ID, dtype=torch.bfloat16)
+        model = AutoModelForCausalLM.from_pretrained("tiny", dtype=torch.bfloat16)
 
         def refuse(module, args):
             assert args[0].dtype == torch.bfloat16
@@ -139,19 +122,12 @@ class TestPrefixSharingFaithful:
         enable_prefix_sharing(model)
         assert {param.dtype for param in model.parameters()} == {torch.bfloat16}
 
-    @pytest.mark.parametrize("config_class, trainer_class", TRAINERS)
+    @pytest.mark.parametrize("trainer_class", TRAINERS)
     @pytest.mark.parametrize("prefix_sharing, passes", [(True, 2), (False, 1)])  # of the prompt, of its completions
     @pytest.mark.parametrize("checkpointing_kwargs, runs", [({"every_n_layers": 2}, 1), ({"offload": True}, 2)])
-    def test_layers_to_checkpoint(
-        self, config_class, trainer_class, checkpointing_kwargs, runs, prefix_sharing, passes
-    ):
-        trainer = self.make_trainer(
-            config_class,
-            trainer_class,
-            MODEL_ID,
-            prefix_sharing=prefix_sharing,
-            gradient_checkpointing_kwargs=checkpointing_kwargs,
-        )
+    def test_layers_to_checkpoint(self, trainer_class, checkpointing_kwargs, runs, prefix_sharing, passes):
+        options = {"prefix_sharing": prefix_sharing, "gradient_checkpointing_kwargs": checkpointing_kwargs}
+        trainer = build_trainer(trainer_class, self.tmp_dir, "tiny", ["w50 w51 w52"], **options)
         calls = []
 
         def count(module, args):
@@ -162,10 +138,10 @@ class TestPrefixSharingFaithful:
         trainer.train()
         assert len(calls) == runs * passes  # of the second layer
 
-    @pytest.mark.parametrize("config_class, trainer_class", TRAINERS)
-    @pytest.mark.parametrize("kwargs", [{}, {"prefix_sharing": True}])
-    def test_nothing_to_train(self, config_class, trainer_class, kwargs):
+    @pytest.mark.parametrize("trainer_class", TRAINERS)
+    @pytest.mark.parametrize("options", [{}, {"prefix_sharing": True}])
+    def test_nothing_to_train(self, trainer_class, options):
         model = get_peft_model(llama(), LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
         model.requires_grad_(False)  # as `PeftModel.from_pretrained` leaves it
         with pytest.raises(ValueError, match="is_trainable=True"):
-            self.make_trainer(config_class, trainer_class, model, beta=0.05, **kwargs)
+            build_trainer(trainer_class, self.tmp_dir, model, beta=0.05, **options)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rloo_memory.prefix_sharing.images import MultimodalInputs
+from rloo_memory.prefix_sharing.images import MultimodalInputs, count_tiles
 
 from .test_attention import Operators
 
@@ -42,6 +42,10 @@ class TestPrefixSharingImages:
     def test_more_images_than_counted(self):
         with pytest.raises(ValueError, match="`pixel_values` has 5 entries.*4 rows"):
             MultimodalInputs.of({"pixel_values": torch.zeros(5, 3, 4, 4)}, num_rows=4, num_images=[1, 1, 1, 1])
+
+    def test_rows_without_the_images_of_others(self):
+        # Those that go on after a tool call, of a batch with images
+        assert count_tiles(None, [[], None], [0, 0], {}) is None
 
     def test_unknown_input(self):
         with pytest.raises(ValueError, match="pixel_values_videos"):

@@ -5,23 +5,23 @@ from itertools import product
 import flash_stand_in
 import pytest
 import torch
-from datasets import Dataset
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from torch.nn.utils import parameters_to_vector
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from experiments.checks.family_check import error
 from experiments.checks.float64 import pure_float64
+from experiments.checks.tiny_families import VOCAB
 from rloo_memory.prefix_sharing import routing
 from rloo_memory.prefix_sharing.enabling import enable_prefix_sharing
 from rloo_memory.prefix_sharing.generation import generate_with_shared_prefix
 
-from .conftest import weights_of
-from .sharing_trainers import TRAINERS
+from .conftest import Fixed
 
-TOKENIZER = "tiny-Qwen2ForCausalLM-2.5"
 SHAPE = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 256, "pad_token_id": 0,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 256, "pad_token_id": 0, "eos_token_id": 1,
+    "vocab_size": VOCAB,
 }  # fmt: skip
 # What is special about each, and implementations that it cannot have: PyTorch's has no soft-capping and no sinks, the
 # first flash kernels and flex_attention on a CPU have no sinks
@@ -48,71 +48,32 @@ MODELS = {
     "gpt_oss": ({"sliding_window": 8, "num_local_experts": 4, "num_experts_per_tok": 2}, WITHOUT_SINKS),
 }
 IMPLEMENTATIONS = ("sdpa", "eager", "flex_attention", *flash_stand_in.KERNELS)
-TRAINED = (("RLOO", 8), ("GRPO", 2))  # in turn
 CASES = [
-    (model, implementation, *TRAINED[(i + j) % 2])
+    (model, implementation, (8, 2)[(i + j) % 2])
     for (i, model), (j, implementation) in product(enumerate(MODELS), enumerate(IMPLEMENTATIONS))
     if implementation not in MODELS[model][1]
 ]
 FLASH2, FLASH3, FLASH3_WITH_SINKS = flash_stand_in.KERNELS
 SAMPLE = [
-    ("llama", FLASH2, "RLOO", 8), ("llama", "eager", "GRPO", 2), ("mistral", FLASH3, "GRPO", 2),
-    ("gemma2", FLASH2, "RLOO", 2), ("gemma3_text", "flex_attention", "GRPO", 8), ("qwen3_moe", FLASH2, "RLOO", 2),
-    ("qwen2_moe", FLASH2, "RLOO", 8), ("qwen2_moe", "sdpa", "GRPO", 2),
-    ("gpt_oss", FLASH3_WITH_SINKS, "RLOO", 2), ("gpt_oss", "eager", "GRPO", 8),
+    ("llama", FLASH2, 8), ("llama", "eager", 2), ("mistral", FLASH3, 2), ("gemma2", FLASH2, 2),
+    ("gemma3_text", "flex_attention", 8), ("qwen3_moe", FLASH2, 2), ("qwen2_moe", FLASH2, 8), ("qwen2_moe", "sdpa", 2),
+    ("gpt_oss", FLASH3_WITH_SINKS, 2), ("gpt_oss", "eager", 8),
 ]  # fmt: skip
 
 
 def save_model(model_type, dtype, folder):
     torch.manual_seed(0)
-    vocab_size = len(AutoTokenizer.from_pretrained(TOKENIZER))
-    config = AutoConfig.for_model(model_type, vocab_size=vocab_size, **SHAPE, **MODELS[model_type][0])
+    config = AutoConfig.for_model(model_type, **SHAPE, **MODELS[model_type][0])
     model = AutoModelForCausalLM.from_config(config)
     for name, param in model.named_parameters():
         if name.endswith("sinks"):
             torch.nn.init.normal_(param)
-    save(model.to(dtype), folder)
-
-
-def save(model, folder):
-    model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(TOKENIZER).save_pretrained(folder)
+    model.to(dtype).save_pretrained(folder)
 
 
 def load(model_type, implementation):
     experts = {"experts_implementation": "eager"} if "moe" in model_type or "oss" in model_type else {}
     return {"attn_implementation": implementation, "dtype": "auto", **experts}
-
-
-def trained(algorithm, folder, model_type, implementation, rows, sharing):
-    """What two updates with completions of one token to nine change of the weights."""
-    config_class, trainer_class = TRAINERS[algorithm == "GRPO"]
-
-    class WithCompletions(trainer_class):
-        def _generate_single_turn(self, prompt_ids, images, *args, **kwargs):
-            generator = torch.Generator().manual_seed(self.state.global_step)
-            lengths = [(3, 9, 1, 6)[row % 4] for row in range(len(prompt_ids))]
-            ids = [torch.randint(10, 100, (length,), generator=generator).tolist() for length in lengths]
-            return ids if algorithm == "RLOO" else (ids, None)
-
-    kwargs = load(model_type, implementation)
-    router = {"router_aux_loss_coef": 0.0} if "experts_implementation" in kwargs else {}
-    args = config_class(
-        output_dir=f"{folder}/output", per_device_train_batch_size=rows, gradient_accumulation_steps=8 // rows,
-        num_generations=4, max_completion_length=10, max_steps=2, learning_rate=1e-2, optim="sgd", max_grad_norm=0.0,
-        lr_scheduler_type="constant", beta=0.04, bf16=False, use_cpu=True, report_to="none", save_strategy="no",
-        model_init_kwargs=kwargs, prefix_sharing=sharing, **router,
-    )  # fmt: skip
-    trainer = WithCompletions(
-        model=folder,
-        reward_funcs=lambda completion_ids, **kwargs: [sum(ids) * 7919 % 13 / 13 for ids in completion_ids],
-        args=args,
-        train_dataset=Dataset.from_dict({"prompt": ["the sky is blue and the sea is deep", "the sea"] * 2}),
-        processing_class=AutoTokenizer.from_pretrained(folder),
-    )
-    start = weights_of(trainer).double()
-    trainer.train()
-    return weights_of(trainer).double() - start
 
 
 class TestImplementations:
@@ -128,44 +89,54 @@ class TestImplementations:
         monkeypatch.setattr(routing.ReadPrefix, "attend", counted)
         return layers
 
-    def check_exactly(self, case, monkeypatch, shared_layers):
+    @pytest.fixture
+    def trained(self, train, shared_layers):
+        """What two updates change of the weights of a model in a folder, whole and shared."""
+
+        def run(folder, model_type, implementation, rows):
+            kwargs = load(model_type, implementation)
+            options = {"router_aux_loss_coef": 0.0} if "experts_implementation" in kwargs else {}
+            start = parameters_to_vector(AutoModelForCausalLM.from_pretrained(folder, **kwargs).parameters())
+            for share in (None, {}):
+                weights, *_ = train(Fixed, rows, share, model=str(folder), model_init_kwargs=kwargs, **options)
+                yield weights.double() - start.detach().double()
+                assert share is not None or not shared_layers
+
+        return run
+
+    def check_exactly(self, case, trained, monkeypatch, shared_layers):
         """In float64 throughout: 2e-15 of what the updates change."""
-        model_type, implementation, algorithm, rows = case
+        model_type, implementation, rows = case
         stand_in = flash_stand_in.install(monkeypatch)
         save_model(model_type, torch.float64, self.tmp_dir)
         with pure_float64():
-            whole = trained(algorithm, self.tmp_dir, model_type, implementation, rows, sharing=False)
-            assert not shared_layers
-            shared = trained(algorithm, self.tmp_dir, model_type, implementation, rows, sharing=True)
+            whole, shared = trained(self.tmp_dir, *case)
         assert shared_layers[-1] == implementation
         assert stand_in.calls[implementation] > 0 or implementation in ("sdpa", "eager")
         assert error(shared, whole) < 1e-12
 
     @pytest.mark.sample
     @pytest.mark.parametrize("case", SAMPLE[1::2], ids=str)
-    def test_train(self, case, monkeypatch, shared_layers):
-        self.check_exactly(case, monkeypatch, shared_layers)
+    def test_train(self, case, trained, monkeypatch, shared_layers):
+        self.check_exactly(case, trained, monkeypatch, shared_layers)
 
     @pytest.mark.slow
     @pytest.mark.parametrize("case", CASES, ids=str)
-    def test_train_in_every_way(self, case, monkeypatch, shared_layers):
-        self.check_exactly(case, monkeypatch, shared_layers)
+    def test_train_in_every_way(self, case, trained, monkeypatch, shared_layers):
+        self.check_exactly(case, trained, monkeypatch, shared_layers)
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("case", [("llama", FLASH2, "RLOO", 8), ("gemma2", FLASH3, "GRPO", 2)], ids=str)
-    def test_train_with_kernels_that_refuse_float32(self, case, monkeypatch, shared_layers):
+    @pytest.mark.parametrize("case", [("llama", FLASH2, 8), ("gemma2", FLASH3, 2)], ids=str)
+    def test_train_with_kernels_that_refuse_float32(self, case, trained, monkeypatch, shared_layers):
         """In which models are tried. Beside float64, the error may be half as large again as that of whole rows."""
-        model_type, implementation, algorithm, rows = case
+        model_type, implementation, rows = case
         flash_stand_in.install(monkeypatch, strict=True)
         save_model(model_type, torch.bfloat16, self.tmp_dir)
-        model = AutoModelForCausalLM.from_pretrained(self.tmp_dir, dtype=torch.float64)
         in_float64 = f"{self.tmp_dir}/float64"
-        save(model, in_float64)
+        AutoModelForCausalLM.from_pretrained(self.tmp_dir, dtype=torch.float64).save_pretrained(in_float64)
         with pure_float64():
-            exact = trained(algorithm, in_float64, model_type, "eager", rows, sharing=False)
-        whole = trained(algorithm, self.tmp_dir, model_type, implementation, rows, sharing=False)
-        assert not shared_layers
-        shared = trained(algorithm, self.tmp_dir, model_type, implementation, rows, sharing=True)
+            exact = next(trained(in_float64, model_type, "eager", rows))
+        whole, shared = trained(self.tmp_dir, *case)
         assert set(shared_layers) == {"eager", implementation}  # when it is switched on, eager attention stands in
         assert error(shared, exact) < 1.5 * error(whole, exact)
 
@@ -210,5 +181,6 @@ class TestImplementations:
         save_model("llama", torch.float32, self.tmp_dir)
         model = AutoModelForCausalLM.from_pretrained(self.tmp_dir, attn_implementation=implementation).eval()
         input_ids = torch.arange(20, 30)[None]
+        torch.compiler.reset()  # what tests before this one compiled
         compiled = torch.compile(model.forward, fullgraph=True, backend="eager")
         assert torch.equal(compiled(input_ids=input_ids).logits, model(input_ids=input_ids).logits)

@@ -54,7 +54,7 @@ def test_logits_may_be_made_of_the_token_too_and_of_nothing_else():
 def test_a_model_that_accelerate_prepared_computes_in_its_precision():
     AcceleratorState._reset_state(True)  # of tests before this one
     accelerator = Accelerator(mixed_precision="bf16", cpu=True)
-    with accelerator.autocast():
+    with accelerator.autocast():  # where a first call may be
         expected = log_probs(llama(), PROMPTS[0], COMPLETIONS)
     model = accelerator.prepare(llama())
     assert torch.equal(log_probs(model, PROMPTS[0], COMPLETIONS), expected)

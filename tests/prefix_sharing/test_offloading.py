@@ -13,13 +13,11 @@ from rloo_memory.plan.simulation.offloaded import offloaded
 from rloo_memory.prefix_sharing.enabling import enable_prefix_sharing
 from rloo_memory.prefix_sharing.shared_passes import SharedPrefixPasses
 from rloo_memory.prefix_sharing.token_budget import TokenBudgetPasses
+from tests.probes.tiny import build_trainer
 
-from .conftest import llama
-from .sharing_trainers import SMALL, TRAINERS, build_trainer
+from .conftest import TRAINERS, llama
 
 pytestmark = pytest.mark.slow
-
-REWARD_MODEL_ID = "tiny-Qwen2ForSequenceClassification-2.5"
 
 
 def count_layer_forwards(model):
@@ -107,12 +105,9 @@ class TestPrefixSharingOffloading:
                 whole = 0 if activation_offloading and gradient_checkpointing else passes - 1
                 assert len(counts) == prompts + passes + by_layer + whole
 
-    @pytest.mark.parametrize(
-        "kwargs, passes, prompts",
-        [({"prefix_sharing": True, "tokens_per_forward": 1}, 3, 1), ({"tokens_per_forward": 1}, 3, 0)],
-    )
-    @pytest.mark.parametrize("config_class, trainer_class", TRAINERS)
-    def test_train(self, config_class, trainer_class, kwargs, passes, prompts):
+    @pytest.mark.parametrize("prefix_sharing, prompts", [(True, 1), (False, 0)])
+    @pytest.mark.parametrize("trainer_class", TRAINERS)
+    def test_train(self, trainer_class, prefix_sharing, prompts):
         managers = []
 
         def make(model):
@@ -120,13 +115,13 @@ class TestPrefixSharingOffloading:
             return managers[-1]
 
         for activation_offloading in (False, True):
-            options = {"per_device_train_batch_size": 3, "activation_offloading": activation_offloading, **kwargs}
-            args = config_class(output_dir=self.tmp_dir, **SMALL | options)
+            options = {"prefix_sharing": prefix_sharing, "activation_offloading": activation_offloading}
+            given = "tiny", ["w50 w51 w52"], "tiny-Qwen2ForSequenceClassification-2.5"
             with patch("trl.models.get_act_offloading_ctx_manager", make):
-                trainer = build_trainer(trainer_class, args, reward_funcs=REWARD_MODEL_ID)
+                trainer = build_trainer(trainer_class, self.tmp_dir, *given, tokens_per_forward=1, **options)
             counts = count_layer_forwards(trainer.model)
             trainer.train()
-            whole = 0 if activation_offloading else passes - 1
-            assert len(counts) == 2 * (prompts + passes) + whole
+            whole = 0 if activation_offloading else 4 - 1
+            assert len(counts) == 2 * (prompts + 4) + whole
             assert len(managers) == activation_offloading
             assert not any(manager.tracker or manager.storage_to_tensor_id for manager in managers)  # behind a step

@@ -10,10 +10,11 @@ import torch
 from datasets import Dataset
 from transformers import LlamaForCausalLM, TrainerCallback
 
+from experiments.checks.tiny_families import VOCAB
 from experiments.config import ROOT
 from rloo_memory import share_prompts
 
-from .conftest import WORDS, Fixed, weights_of
+from .conftest import Fixed, weights_of
 
 
 def test_the_program_of_readme_trains(tmp_path):
@@ -66,7 +67,7 @@ def test_what_does_not_fit_is_found_in_the_first_batch(build, beta):
     share_prompts(trainer)
     with pytest.raises(RuntimeError, match="from those of whole rows, more than .* Misplaced does not fit"):
         trainer.train()
-    ids = torch.arange(3, 3 + 8 * 34).view(8, 34) % WORDS
+    ids = torch.arange(3, 3 + 8 * 34).view(8, 34) % VOCAB
     ids[:, :30] = ids[0, :30]
     mask = torch.ones_like(ids)
     mask[:2, 30:] = 0  # as of truncated completions
@@ -139,10 +140,10 @@ def test_to_remove_it_within_a_step_is_told(build):
 @pytest.mark.parametrize(
     "settings, said",
     [
-        ({"tokens_per_forward": 0}, r"tokens_per_forward \(0\) must be a whole number of at least 1"),
-        ({"tokens_per_forward": float("nan")}, r"tokens_per_forward \(nan\) must be a whole number"),
-        ({"tokens_per_forward": 1.5}, r"tokens_per_forward \(1.5\) must be a whole number"),
-        ({"tokens_per_forward": True}, r"tokens_per_forward \(True\) must be a whole number"),
+        *(
+            ({"tokens_per_forward": value}, rf"tokens_per_forward \({value}\) must be a whole number of at least 1")
+            for value in (0, float("nan"), 1.5, True)
+        ),
         ({"prefix_sharing": False}, "would change nothing"),
     ],
 )

@@ -10,9 +10,10 @@ from peft import LoraConfig, get_peft_model
 from transformers import LlamaForCausalLM, LogitsProcessorList, TopKLogitsWarper, TrainerCallback
 
 import trl
+from experiments.checks.tiny_families import VOCAB
 from rloo_memory import log_probs, share_prompts
 
-from .conftest import WORDS, Fixed
+from .conftest import Fixed, weights_of
 
 
 def scored_rows(inputs):
@@ -69,6 +70,15 @@ class Sorted(Fixed):
         rollout = super()._generate_and_score_completions(inputs)
         rows = rollout["completion_mask"].sum(1).sort(stable=True).indices
         return {name: x[rows] if isinstance(x, torch.Tensor) and x.ndim else x for name, x in rollout.items()}
+
+
+class RowsOfItsOwn(Fixed):
+    """As a loss with a term of supervised fine-tuning."""
+
+    def _compute_loss(self, model, inputs):
+        rows = torch.arange(10, 22)[None]
+        logps, _, _ = self._get_per_token_logps_and_entropies(model, rows, torch.ones_like(rows), 4)
+        return super()._compute_loss(model, inputs) - logps.mean()
 
 
 class GapsInMasks(Fixed):
@@ -169,6 +179,7 @@ class Around(OwnLogps):
 # Trainer, rows of a micro-batch, what is said where something goes whole
 PATTERNS = [
     *((cls, rows, None) for rows in (8, 2) for cls in (OtherNames, ByPosition, ScoredTwice, Sorted, OwnLogps)),
+    (RowsOfItsOwn, 2, None),
     *((cls, 8, None) for cls in (HandsOn, OwnGenerate)),
     (Beams, 8, "with `num_beams=2`, it does not decode one completion a row"),
     (GapsInMasks, 8, "The attention mask of row 1 of the batch is 0 between tokens"),
@@ -194,6 +205,23 @@ def test_subclasses_train_as_without(trainer_class, rows, said, train, told):
         assert not told and tokens < 0.5 * whole_tokens
     else:
         assert len(told) == 1 and said in told[0]
+
+
+def test_a_training_after_an_interruption_is_as_without(train, build, told):
+    def interrupt(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    expected, *_ = train(Fixed, 2, share={})
+    trainer, callback = build(Fixed, 2), TrainerCallback()
+    share_prompts(trainer)
+    callback.on_substep_end = interrupt
+    trainer.add_callback(callback)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    assert trainer.prompt_sharing.passes._trained is None and "begins with a new rollout" in told[0]
+    trainer.remove_callback(callback)
+    trainer.train()
+    assert (weights_of(trainer) - expected).norm() <= 1e-9 * expected.norm()
 
 
 def test_a_gradient_that_lacks_a_prompts_part_is_not_given(train):
@@ -297,7 +325,7 @@ def test_gradients_with_shared_dropout_have_the_mean_of_each_rows_own(policy):
     """60 draws each. Without dropout the gradient is another one, which this test tells apart."""
     model = get_peft_model(LlamaForCausalLM.from_pretrained(policy), replace(LORA, init_lora_weights=False)).train()
     random = torch.Generator().manual_seed(0)
-    prompt, *completions = (torch.randint(3, WORDS, (n,), generator=random) for n in (8, 5, 3, 6, 4))
+    prompt, *completions = (torch.randint(3, VOCAB, (n,), generator=random) for n in (8, 5, 3, 6, 4))
     signs = torch.tensor([1.0, -0.5, 0.7, -1.2])
 
     def gradients(score, draws):

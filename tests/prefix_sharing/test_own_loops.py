@@ -48,12 +48,15 @@ def model(request):
     return model.train()
 
 
+def whole_row(model, prompt, completion, temperature=1.0):
+    logits = model(input_ids=torch.cat([prompt, completion])[None], use_cache=False).logits[0, len(prompt) - 1 : -1]
+    return (logits / temperature).log_softmax(-1).gather(1, completion[:, None])[:, 0]
+
+
 def whole_rows(model):
     values = torch.zeros_like(WEIGHTS)
     for row, (prompt, completion) in enumerate(zip(ROWS, COMPLETIONS, strict=True)):
-        states = model(input_ids=torch.cat([PROMPTS[prompt], completion])[None], use_cache=False)
-        logits = states.logits[0, len(PROMPTS[prompt]) - 1 : -1] / 0.7
-        values[row, : len(completion)] = logits.log_softmax(-1).gather(1, completion[:, None])[:, 0]
+        values[row, : len(completion)] = whole_row(model, PROMPTS[prompt], completion, temperature=0.7)
     return values
 
 
@@ -104,20 +107,12 @@ def test_parts_of_several_lengths_have_the_frequencies_of_theirs():
     with pure_float64():
         model, completions = build(kind("phi3 longrope")).double(), [ids(number) for number in (5, 30, 40)]
         for completion in completions:
-            logits = model(input_ids=torch.cat([LONG, completion])[None], use_cache=False).logits[
-                0, len(LONG) - 1 : -1
-            ]
-            logits.log_softmax(-1).gather(1, completion[:, None]).sum().backward()
+            whole_row(model, LONG, completion).sum().backward()
         expected = gradient(model)
         with shared_prompts(model, LONG) as shared:
             for completion in completions:
                 shared.log_probs([completion]).sum().backward()
         assert_same(gradient(model), expected)
-
-
-def test_the_first_call_may_be_in_autocast():
-    with torch.autocast("cpu", torch.bfloat16):
-        assert log_probs(llama(), PROMPTS[0], COMPLETIONS).isfinite().all()
 
 
 def test_a_reference_and_a_policy_without_dropout_have_prompts_of_their_own():
@@ -186,14 +181,12 @@ def test_what_is_held_for_a_backward_does_not_grow_with_the_completions():
 
 def test_examples_questions_and_answers_go_through_the_model_once():
     """Eight questions with four answers each, behind examples of 800 tokens: 27,728 tokens become 1,572."""
-    model, examples, prompts, answers, expected, tokens = llama().eval(), ids(800), [], [], [], []
+    model, examples, prompts, answers, tokens = llama().eval(), ids(800), [], [], []
     for length in (60, 45, 70, 52, 66, 48, 58, 61):
         prompts += [torch.cat([examples, ids(length)])] * 4
         answers += [ids(6 + 2 * i) for i in range(4)]
     with torch.no_grad():
-        for prompt, answer in zip(prompts, answers, strict=True):
-            logits = model(input_ids=torch.cat([prompt, answer])[None]).logits[0, len(prompt) - 1 : -1]
-            expected.append(logits.log_softmax(-1).gather(1, answer[:, None]).sum())
+        expected = [whole_row(model, *pair).sum() for pair in zip(prompts, answers, strict=True)]
         log_probs(model, prompts[0], answers[:1])  # which tries the model
         model.model.layers[0].mlp.register_forward_pre_hook(
             lambda module, args: tokens.append(args[0][..., 0].numel())

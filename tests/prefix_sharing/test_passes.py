@@ -1,8 +1,10 @@
+"""What goes through a model behind prompts, and what is refused of it."""
+
 import pytest
 import torch
 from transformers import AttentionInterface, GenerationConfig
 
-from experiments.checks.family_check import PROMPT, batch, run
+from experiments.checks.family_check import PROMPT, TOLERANCE, batch, error_of, in_float64, run, run_micro_batches
 from rloo_memory.prefix_sharing.enabling import enable_prefix_sharing
 from rloo_memory.prefix_sharing.generation import generate_with_shared_prefix
 from rloo_memory.prefix_sharing.shared_passes import SharedPrefixPasses
@@ -19,6 +21,25 @@ class TestPrefixSharing:
         model.get_input_embeddings().register_forward_hook(lambda module, args, output: lookups.append(output))
         run(model, passes=SharedPrefixPasses(PROMPT, tokens_per_forward=1))
         assert len(lookups) == 1
+
+    @pytest.mark.parametrize("in_one_backward", [False, True])
+    @pytest.mark.parametrize("is_frozen", [False, True])
+    def test_micro_batches_of_one_completion_whose_loss_is_computed_twice(self, is_frozen, in_one_backward):
+        """Also where no keys and values of the frozen layers below have a gradient."""
+        with in_float64():
+            model = llama().requires_grad_(not is_frozen)
+            model.get_decoder().layers[-1].requires_grad_(True)
+            truth = run(model)
+            enable_prefix_sharing(model)
+            forward = model.forward
+
+            def forward_twice(**kwargs):
+                forward(**kwargs)  # whose loss has no backward
+                return forward(**kwargs)
+
+            model.forward = forward_twice
+            found = run_micro_batches(model, in_one_backward=in_one_backward)
+            assert max(error_of(found, truth)) <= TOLERANCE
 
     def test_unsupported_attention_implementation(self):
         model = llama()

@@ -1,14 +1,16 @@
 import pytest
 import torch
 
-from .sharing_trainers import SMALL, TRAINERS, build_trainer
+from tests.probes.tiny import build_trainer
+
+from .conftest import TRAINERS
 
 pytestmark = pytest.mark.slow
 
 
 class TestRewardModelPasses:
     @pytest.mark.parametrize(
-        "kwargs, num_rows",
+        "options, num_rows",
         [
             ({}, [6]),
             ({"prefix_sharing": True}, [6]),
@@ -16,10 +18,10 @@ class TestRewardModelPasses:
             ({"tokens_per_forward": 1}, [1, 1, 1, 1, 1, 1]),
         ],
     )
-    @pytest.mark.parametrize("config_class, trainer_class", TRAINERS)
-    def test_rewards(self, config_class, trainer_class, kwargs, num_rows):
-        args = config_class(output_dir=self.tmp_dir, per_device_train_batch_size=6, **SMALL | kwargs)
-        trainer = build_trainer(trainer_class, args, reward_funcs="tiny-Qwen2ForSequenceClassification-2.5")
+    @pytest.mark.parametrize("trainer_class", TRAINERS)
+    def test_rewards(self, trainer_class, options, num_rows):
+        reward_model = "tiny-Qwen2ForSequenceClassification-2.5"
+        trainer = build_trainer(trainer_class, self.tmp_dir, "tiny", reward_funcs=reward_model, **options)
         prompts, completions = ["The sky"] * 6, [" is" * n for n in range(6)]
         reward_model, tokenizer = trainer.reward_funcs[0], trainer.reward_processing_classes[0]
         texts = [p + c for p, c in zip(prompts, completions, strict=True)]

@@ -17,14 +17,14 @@ import torch.distributed as dist
 from datasets import Dataset
 from fsdp_on_cpu import allow_fsdp_on_cpu
 from peft import LoraConfig
-from tiny import VOCABULARY, build_config, build_tokenizer
+from tiny import VOCABULARY, build_config, build_tokenizer, build_trainer
 from torch.distributed.tensor import DTensor
 from transformers import Qwen3ForCausalLM
 
 from rloo_memory import share_prompts
 from rloo_memory.errors import leave
 from rloo_memory.prefix_sharing import tree
-from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+from trl import GRPOTrainer, RLOOTrainer
 
 try:
     import with_deepspeed
@@ -32,7 +32,7 @@ except ImportError:  # deepspeed is not here, and no run asks for it
     with_deepspeed = None
 
 gc.freeze()  # each training collects garbage, as in tests/zygote.py
-TRAINERS = {"rloo": (RLOOTrainer, RLOOConfig), "grpo": (GRPOTrainer, GRPOConfig)}
+TRAINERS = {"rloo": RLOOTrainer, "grpo": GRPOTrainer}
 COMPLETION_TOKENS, COMPLETIONS = 6, 3
 tree.MIN_SAVED_TOKENS = 100  # of prompts that begin alike
 # Two prompts a micro-batch and process. The processes never have as many tokens, and
@@ -49,9 +49,8 @@ NEVER_END = (71, 81)  # first tokens of prompts all of whose completions are cut
 RATIO = "prefix_sharing/token_ratio"
 LOGGED = ("loss", "kl", "entropy", "reward", "clip_ratio/region_mean")
 ALWAYS = dict(
-    use_cpu=True, seed=1, report_to="none", disable_tqdm=True, logging_steps=1, optim="sgd", learning_rate=0.03,
-    lr_scheduler_type="constant", max_grad_norm=0.0, shuffle_dataset=False, num_generations=COMPLETIONS,
-    temperature=0.8, beta=0.1, per_device_eval_batch_size=3, num_generations_eval=2,
+    optim="sgd", learning_rate=0.03, max_grad_norm=0.0, shuffle_dataset=False, num_generations=COMPLETIONS,
+    temperature=0.8, beta=0.1, per_device_eval_batch_size=3, num_generations_eval=2, gradient_checkpointing=False,
     max_completion_length=COMPLETION_TOKENS, mask_truncated_completions=True,
 )  # fmt: skip
 
@@ -148,7 +147,6 @@ def sorting(trainer_class, scores):
 
 def train(
     folder,
-    tokenizer,
     *,
     trainer,
     fsdp=None,
@@ -174,8 +172,7 @@ def train(
 
     With `save` it leaves a checkpoint after that update, with `resume` it goes on from that of an earlier run. With
     `native` the trainers have a `prefix_sharing` of their own, that of trl/first."""
-    trainer_class, config_class = TRAINERS[trainer]
-    trainer_class = trainer_class if sort is None else sorting(trainer_class, scores=sort == "scores")
+    trainer_class = TRAINERS[trainer] if sort is None else sorting(TRAINERS[trainer], scores=sort == "scores")
     torch.manual_seed(0)  # for the head of the reward model
     options = dict(options or {})
     names = () if native else ("prefix_sharing", "tokens_per_forward")
@@ -183,8 +180,19 @@ def train(
     dataset = in_order(prompts, accumulate)
     for variable in [name for name in os.environ if name.startswith(("FSDP_", "ACCELERATE_"))]:
         del os.environ[variable]  # set by an earlier run with FSDP or DeepSpeed
-    arguments = config_class(
-        output_dir=str(folder / "out"),
+    given = {
+        "reward_processing_classes": [None, build_tokenizer()] if reward_model else None,
+        "eval_dataset": Dataset.from_dict({"prompt": dataset[:3]}) if evaluate else None,
+        "peft_config": LoraConfig(r=4, lora_alpha=64, target_modules="all-linear") if lora else None,
+    }
+    instance = build_trainer(
+        trainer_class,
+        folder / "out",
+        str(folder / "model"),
+        dataset,
+        [reward, str(folder / "model")] if reward_model else reward,
+        given,
+        launched=False,
         save_strategy="steps" if save else "no",
         save_steps=save or 500,
         max_steps=2 if generate else 3,
@@ -194,17 +202,7 @@ def train(
         model_init_kwargs={"dtype": getattr(torch, dtype), **options.pop("model", {})},
         **({} if fsdp is None else {"fsdp": True, "fsdp_config": {"version": 2, **fsdp}}),
         **({} if zero3 is None else {"deepspeed": with_deepspeed.config(**zero3)}),
-        **{**ALWAYS, "gradient_checkpointing": False, "bf16": False, **options},
-    )
-    instance = trainer_class(
-        model=str(folder / "model"),
-        reward_funcs=[reward, str(folder / "model")] if reward_model else reward,
-        reward_processing_classes=[None, tokenizer] if reward_model else None,
-        args=arguments,
-        processing_class=tokenizer,
-        train_dataset=Dataset.from_dict({"prompt": dataset}),
-        eval_dataset=Dataset.from_dict({"prompt": dataset[:3]}) if evaluate else None,
-        peft_config=LoraConfig(r=4, lora_alpha=64, target_modules="all-linear") if lora else None,
+        **{**ALWAYS, **options},
     )
     if any(sharing.values()):
         share_prompts(instance, **sharing)
@@ -236,13 +234,12 @@ def main():
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     torch.set_num_threads(1)
     allow_fsdp_on_cpu()
-    tokenizer = build_tokenizer()
     if dist.get_rank() == 0 and not (folder / "model").exists():
         build_model(folder / "model")
     dist.barrier()
     for run in runs:
         name = run.pop("name")
-        result = train(folder, tokenizer, **run)
+        result = train(folder, **run)
         if dist.get_rank() == 0:
             torch.save(result, folder / "result.part")
             (folder / "result.part").rename(folder / f"{name}.pt")  # a file of that name is whole

@@ -13,6 +13,7 @@ import torch
 import triton.language as tl
 from triton.runtime import interpreter
 
+import trl
 from rloo_memory import share_prompts
 
 implicit = interpreter._implicit_cvt
@@ -33,11 +34,12 @@ def rsqrt(x):
 interpreter._implicit_cvt, liger_kernel.ops.rms_norm.rsqrt = as_tensor, rsqrt
 
 
-def trained(folder, algorithm, rows, share=False, **options):
+def trained(folder, trainer_class, rows, share=False):
     """How far two updates moved the weights, and which of its layers are Liger's."""
     trainer = tiny.build_trainer(
-        algorithm, folder, per_device_train_batch_size=rows, gradient_accumulation_steps=4 // rows, num_generations=4,
-        steps_per_generation=4 // rows, max_steps=2, learning_rate=0.05, optim="sgd", max_grad_norm=0.0, **options,
+        trainer_class, folder, per_device_train_batch_size=rows, gradient_accumulation_steps=4 // rows,
+        steps_per_generation=4 // rows, max_steps=2, learning_rate=0.05, optim="sgd", max_grad_norm=0.0, beta=0.05,
+        use_liger_kernel=True,
     )  # fmt: skip
     before = [param.detach().clone() for param in trainer.model.parameters()]
     if share:
@@ -53,10 +55,10 @@ result = {}
 with tempfile.TemporaryDirectory() as folder:
     tiny.build_model().save_pretrained(folder)
     tiny.build_tokenizer().save_pretrained(folder)
-    for algorithm in ("RLOO", "GRPO"):
+    for trainer_class in (trl.RLOOTrainer, trl.GRPOTrainer):
         for rows in (4, 2):
-            stock, _ = trained(folder, algorithm, rows, use_liger_kernel=True)
-            shared, layers = trained(folder, algorithm, rows, share=True, use_liger_kernel=True)
+            stock, _ = trained(folder, trainer_class, rows)
+            shared, layers = trained(folder, trainer_class, rows, share=True)
             apart = ((shared - stock).norm() / stock.norm()).item()
-            result[f"{algorithm}, {rows} rows"] = {"apart": apart, "layers": layers}
+            result[f"{trainer_class.__name__}, {rows} rows"] = {"apart": apart, "layers": layers}
 print(json.dumps(result))

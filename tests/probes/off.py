@@ -16,7 +16,7 @@ import tiny
 import torch
 
 
-def train(name, folder):
+def train(trainer_class, folder):
     lengths = []
 
     def reward(completion_ids, **kwargs):
@@ -24,10 +24,11 @@ def train(name, folder):
         return tiny.reward(completion_ids)
 
     trainer = tiny.build_trainer(
-        name,
+        trainer_class,
         folder,
-        reward,
+        reward_funcs=reward,
         max_steps=3,
+        beta=0.05,
         num_iterations=2,
         gradient_accumulation_steps=2,
         per_device_train_batch_size=16,
@@ -43,14 +44,14 @@ def train(name, folder):
         "logs": logs,
         "lengths": lengths,
         "parameters": base64.b64encode(parameters.numpy().tobytes()).decode(),
-        "dropout": [has_dropout(name, folder, disable) for disable in (False, True)],
+        "dropout": [has_dropout(trainer_class, folder, disable) for disable in (False, True)],
     }
 
 
-def has_dropout(name, folder, disable):
+def has_dropout(trainer_class, folder, disable):
     """In a model whose attention has a probability in place of a layer."""
     dropout = {"model_init_kwargs": {"attention_dropout": 0.1}, "disable_dropout": disable}
-    model = tiny.build_trainer(name, folder, **dropout).model.train()
+    model = tiny.build_trainer(trainer_class, folder, beta=0.05, **dropout).model.train()
     ids = torch.arange(3, 15)[None]
     first, second = (model(input_ids=ids).logits for _ in range(2))
     return not torch.equal(first, second)
@@ -64,4 +65,4 @@ if __name__ == "__main__":
     assert trl.__file__.startswith(sys.argv[1]), trl.__file__
     with tempfile.TemporaryDirectory() as folder:
         tiny.build_model().save_pretrained(folder)
-        print(json.dumps({name: train(name, folder) for name in ("RLOO", "GRPO")}))
+        print(json.dumps({name: train(getattr(trl, f"{name}Trainer"), folder) for name in ("RLOO", "GRPO")}))

@@ -10,11 +10,11 @@ InternVL and SmolVLM leave out the part for videos, which needs it.
 """
 
 import copy
+import functools
 import json
 import logging
 import re
 import sys
-import tempfile
 
 import shared_trainer
 import torch
@@ -34,7 +34,6 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 from transformers.models.smolvlm.processing_smolvlm import SmolVLMProcessor
 
-from experiments.checks.float64 import pure_float64
 from experiments.workload.pictures import TEMPLATE, QwenProcessor, WithoutVideos, picture, with_image_tokens
 
 SIZE = dict(height=16, width=16)
@@ -163,47 +162,32 @@ def train(
     shared_trainer.save_policy(folder, build_model(family, processor))
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float64)
     tower(model).requires_grad_(tower_trained)
-    dataset = rows(text_too, text_alone, alike)
+    lora_config = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False) if lora else None
     run = shared_trainer.build_trainer(
         trainer,
         folder,
         model,
-        dataset,
-        reward_of_text,
-        processor,
-        eval_dataset=dataset if evaluate else None,
-        peft_config=LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False) if lora else None,
+        rows(text_too, text_alone, alike),
+        evaluate,
+        dict(reward_funcs=reward_of_text, processing_class=processor, peft_config=lora_config),
         per_device_train_batch_size=batch,
         generation_kwargs={"suppress_tokens": model.generation_config.suppress_tokens},
         prefix_sharing=shared,
         tokens_per_forward=tokens_per_forward if shared else None,
-        **{"learning_rate": 1e-3, "lr_scheduler_type": "constant", **options},
+        **{"learning_rate": 1e-3, **options},
     )
     if shared:
         run.prompt_sharing.compared = True  # whole rows beside the first batch would be encoded, too
     models = [x for x in (run.model.get_base_model() if lora else run.model, run.ref_model) if x is not None]
     encoded = [Encoded(x) for x in models]
-    forwards = shared_trainer.train_counting(run)
-    return *shared_trainer.outcome(run), sum(each.pixels for each in encoded), forwards
+    counts = shared_trainer.train_counting(run)
+    return *shared_trainer.outcome(run), counts | {"pixels": sum(each.pixels for each in encoded)}
 
 
 def reward_of_text(completions, **kwargs):
     return shared_trainer.reward([completion[0]["content"] for completion in completions])
 
 
-def compare(**scenario):
-    with tempfile.TemporaryDirectory() as folder, pure_float64(), shared_trainer.whole_groups():
-        stock_logs, stock, stock_pixels, _ = train(folder, False, **scenario)
-        logs, shared, pixels, forwards = train(folder, True, **scenario)
-    return {
-        "logs": shared_trainer.difference(stock_logs, logs),
-        "parameters": ((stock - shared).norm() / stock.norm()).item(),
-        "encoded": pixels / stock_pixels if stock_pixels else None,
-        **forwards,
-        "grad_norms": [log["grad_norm"] for log in logs if "loss" in log and "grad_norm" in log],
-    }
-
-
 if __name__ == "__main__":
     logging.disable(logging.WARNING)
-    print(json.dumps(shared_trainer.compare_all(SCENARIOS, compare)))
+    print(json.dumps(shared_trainer.compare_all(SCENARIOS, functools.partial(shared_trainer.compare, train))))

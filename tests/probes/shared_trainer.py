@@ -19,6 +19,7 @@ import tempfile
 from unittest import mock
 
 import released  # noqa: F401
+import tiny
 import torch
 from cpu_offloading import get_act_offloading_ctx_manager
 from datasets import Dataset
@@ -31,13 +32,11 @@ from trl.trainer import grpo_trainer, rloo_trainer
 from experiments.checks.float64 import pure_float64
 from experiments.checks.tiny_families import PLAIN_TOKENS, TOKEN, tiny_config
 from rloo_memory import models
-from rloo_memory.launch.additions import add_to
 from rloo_memory.prefix_sharing import tree
 from rloo_memory.prefix_sharing.shared_passes import SharedPrefixPasses
 from rloo_memory.prefix_sharing.token_budget import TokenBudgetPasses
 from rloo_memory.prefix_sharing.trainer import shuffle_groups
 from rloo_memory.prefix_sharing.tree import Tree
-from rloo_memory.settings.trl_parser import GRPOConfig, RLOOConfig
 from trl import GRPOTrainer, RLOOTrainer
 
 WORDS = "apple stone river cloud seven tiger green paper light money".split()
@@ -187,28 +186,14 @@ CHAT = (
 )
 
 
-def build_trainer(trainer, folder, model, train_dataset, reward_funcs=reward, processing_class=None,
-                  eval_dataset=None, peft_config=None, tools=(), **options):  # fmt: skip
-    make_config, make_trainer = (RLOOConfig, RLOOTrainer) if trainer == "rloo" else (GRPOConfig, GRPOTrainer)
-    defaults = dict(
-        num_generations=4, max_steps=3 if {"num_iterations", "steps_per_generation"} & options.keys() else 2,
-        max_completion_length=6, learning_rate=1e-2, seed=1, use_cpu=True, bf16=False, logging_steps=1,
-        save_strategy="no", report_to="none", disable_tqdm=True,
-    )  # fmt: skip
-    if eval_dataset is not None:
-        defaults |= dict(eval_strategy="steps", eval_steps=1, per_device_eval_batch_size=4)
-    made = make_trainer(
-        model=model,
-        reward_funcs=reward_funcs,
-        args=make_config(output_dir=str(folder), **{**defaults, **options}),
-        processing_class=processing_class or copy.deepcopy(TOKENIZER),
-        train_dataset=train_dataset,
-        eval_dataset=eval_dataset,
-        peft_config=peft_config,
-        **({"tools": tools} if tools else {}),
-    )
-    add_to(made)
-    return made
+def build_trainer(trainer, folder, model, rows, evaluate, given, **options):
+    if evaluate:
+        given["eval_dataset"] = rows
+        options = dict(eval_strategy="steps", eval_steps=1, per_device_eval_batch_size=4) | options
+    steps = 3 if {"num_iterations", "steps_per_generation"} & options.keys() else 2
+    given = {"train_dataset": rows, "reward_funcs": reward, "processing_class": copy.deepcopy(TOKENIZER), **given}
+    trainer_class = RLOOTrainer if trainer == "rloo" else GRPOTrainer
+    return tiny.build_trainer(trainer_class, folder, model, given=given, **{"max_steps": steps, **options})
 
 
 def train_counting(run):
@@ -254,13 +239,13 @@ def train(
     **options,
 ):
     prompts = SHORT if short else [COMMON + prompt for prompt in PROMPTS] if alike else PROMPTS
-    rows = Dataset.from_dict({"prompt": prompts})
+    rows, given = Dataset.from_dict({"prompt": prompts}), {}
     if tools:
         rows = Dataset.from_dict({"prompt": [[{"role": "user", "content": prompt}] for prompt in prompts]})
-        options |= dict(tools=[lookup], processing_class=copy.deepcopy(TOKENIZER), max_completion_length=30)
-        options |= dict(max_tool_calling_iterations=1)
-        options["processing_class"].chat_template = CHAT
-        options["processing_class"].response_template = "so that TRL does not look for one"
+        tokenizer = copy.deepcopy(TOKENIZER)
+        tokenizer.chat_template, tokenizer.response_template = CHAT, "so that TRL does not look for one"
+        given = dict(tools=[lookup], processing_class=tokenizer)
+        options |= dict(max_completion_length=30, max_tool_calling_iterations=1)
     torch.manual_seed(0)
     config = config_of(experts, nested, states)
     if nested:
@@ -281,17 +266,17 @@ def train(
         trainer,
         folder,
         model,
-        train_dataset=rows,
-        eval_dataset=rows if evaluate else None,
-        peft_config=lora_config if lora == "config" else None,
+        rows,
+        evaluate,
+        given | dict(peft_config=lora_config if lora == "config" else None),
         per_device_train_batch_size=batch,
         model_init_kwargs={"experts_implementation": "eager"} if experts else None,  # for the reference model
         prefix_sharing=shared and not whole,
         tokens_per_forward=tokens if shared else None,
-        **{"lr_scheduler_type": "constant", **options},
+        **options,
     )
-    forwards = train_counting(run)
-    return *outcome(run), forwards
+    counts = train_counting(run)
+    return *outcome(run), counts
 
 
 def difference(stock_logs, logs):
@@ -307,7 +292,7 @@ def difference(stock_logs, logs):
     return worst
 
 
-def compare(**scenario):
+def compare(train=train, **scenario):
     with (
         tempfile.TemporaryDirectory() as folder,
         pure_float64(),
@@ -315,11 +300,12 @@ def compare(**scenario):
         mock.patch.object(grpo_trainer, "parse_response", parsed),
         mock.patch("trl.models.get_act_offloading_ctx_manager", get_act_offloading_ctx_manager),
     ):
-        stock_logs, stock, _ = train(folder, False, **scenario)
-        logs, shared, forwards = train(folder, True, **scenario)
+        stock_logs, stock, before = train(folder, False, **scenario)
+        logs, shared, counts = train(folder, True, **scenario)
     moved = (stock - shared).norm() / stock.norm()
     norms = [log["grad_norm"] for log in logs if "loss" in log and "grad_norm" in log]
-    return {"logs": difference(stock_logs, logs), "parameters": moved.item(), "grad_norms": norms, **forwards}
+    counts["encoded"] = counts["pixels"] / before["pixels"] if before.get("pixels") else None
+    return {"logs": difference(stock_logs, logs), "parameters": moved.item(), "grad_norms": norms, **counts}
 
 
 def compare_all(scenarios, compare):

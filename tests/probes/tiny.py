@@ -55,26 +55,31 @@ def reward(completion_ids, **kwargs):
     return [len(set(ids)) / 10 for ids in completion_ids]
 
 
-def build_trainer(name, folder, reward_funcs=reward, peft_config=None, model=None, **options):
-    """A trainer. `name` is RLOO or GRPO, `options` can be the launcher's, too. The model lies in `folder`, if none is
-    given."""
+def build_trainer(
+    trainer_class, folder, model=None, prompts=PROMPTS, reward_funcs=reward, given=None, launched=True, **options
+):
+    """A trainer of the model in `folder`, if no other, and with what is `given` in place of what it has here. One that
+    is `launched` has what the launcher adds, and takes its options."""
     import trl
     from rloo_memory.launch.additions import add_to
     from rloo_memory.settings import trl_parser
 
+    name = "RLOOConfig" if issubclass(trainer_class, trl.RLOOTrainer) else "GRPOConfig"
     defaults = dict(
-        per_device_train_batch_size=4, num_generations=4, max_steps=4, max_completion_length=6, learning_rate=1e-2,
-        lr_scheduler_type="constant", seed=1, beta=0.05, bf16=False, use_cpu=True, logging_steps=1,
-        save_strategy="no", report_to="none", disable_tqdm=True,
+        per_device_train_batch_size=4, num_generations=4, max_steps=1, max_completion_length=6, learning_rate=1e-2,
+        lr_scheduler_type="constant", seed=1, bf16=False, use_cpu=True, logging_steps=1, save_strategy="no",
+        report_to="none", disable_tqdm=True,
     )  # fmt: skip
-    trainer = getattr(trl, f"{name}Trainer")(
-        model=model or str(folder),
-        reward_funcs=reward_funcs,
-        args=getattr(trl_parser, f"{name}Config")(output_dir=str(folder), **{**defaults, **options}),
-        train_dataset=Dataset.from_dict({"prompt": PROMPTS}),
-        processing_class=build_tokenizer(),
-        reward_processing_classes=build_tokenizer(),
-        peft_config=peft_config,
+    trainer = trainer_class(
+        args=getattr(trl_parser if launched else trl, name)(output_dir=str(folder), **{**defaults, **options}),
+        **{
+            "model": model or str(folder),
+            "reward_funcs": reward_funcs,
+            "train_dataset": Dataset.from_dict({"prompt": prompts}),
+            "processing_class": build_tokenizer(),
+            **(given or {}),
+        },
     )
-    add_to(trainer)
+    if launched:
+        add_to(trainer)
     return trainer

@@ -12,6 +12,8 @@ from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from peft import LoraConfig
 
+from trl import RLOOTrainer
+
 LAYERS = 8
 SHARED = {"prefix_sharing": True}
 CASES = {
@@ -40,8 +42,8 @@ def most_gathered(folder, lora, options):
     # Nothing is kept because it is needed again soon
     zero = with_deepspeed.config(stage3_max_reuse_distance=0, stage3_max_live_parameters=0)
     trainer = tiny.build_trainer(
-        "RLOO", folder, peft_config=LoraConfig(r=2, target_modules="all-linear") if lora else None,
-        per_device_train_batch_size=8, max_steps=1, beta=0.0, optim="sgd", gradient_checkpointing=True,
+        RLOOTrainer, folder, given={"peft_config": LoraConfig(r=2, target_modules="all-linear") if lora else None},
+        per_device_train_batch_size=8, beta=0.0, optim="sgd", gradient_checkpointing=True,
         deepspeed=zero, **options,
     )  # fmt: skip
     trainer.train()
