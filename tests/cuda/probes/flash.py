@@ -38,16 +38,11 @@ def check(size, heads, key_heads, dtype, prompt, lengths, window) -> None:
     assert out.shape == (8, heads, 1, size) and lse.shape == (8, heads, 1)
 
 
-def main() -> None:
-    cases = list(product(range(8, 264, 8), HEADS, (torch.bfloat16, torch.float16), LENGTHS))
-    failed = {}
-    for size, heads, dtype, lengths in cases:
-        try:
-            check(size, *heads, dtype, *lengths)
-        except Exception as error:
-            failed[f"{size}, {heads}, {dtype}, {lengths}"] = f"{type(error).__name__}: {error}".splitlines()[0]
-    print(json.dumps({"capability": torch.cuda.get_device_capability(), "cases": len(cases), "failed": failed}))
-
-
-if __name__ == "__main__":
-    main()
+cases = list(product(range(8, 264, 8), HEADS, (torch.bfloat16, torch.float16), LENGTHS))
+failed = {}
+for size, heads, dtype, lengths in cases:
+    try:
+        check(size, *heads, dtype, *lengths)
+    except Exception as error:
+        failed[f"{size}, {heads}, {dtype}, {lengths}"] = f"{type(error).__name__}: {error}".splitlines()[0]
+print(json.dumps({"capability": torch.cuda.get_device_capability(), "cases": len(cases), "failed": failed}))

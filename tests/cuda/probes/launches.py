@@ -69,27 +69,22 @@ def counted(layers: int) -> dict[str, tuple[int, int, list[str]]]:
                     update(model, inputs, rows, sharing)
                 way = ["whole rows", "shared"][sharing] + [", together", ", two a micro-batch"][rows < K]
                 way += ", checkpointed" if checkpointing else ""
-                waits = emulate.current.waits
+                waits, counts = emulate.current.waits, emulate.counts()
                 pageable = sorted(place for kind, place in waits if kind == "from pageable memory, async")
-                found[way] = (emulate.launches(), sum(waits.values()), pageable)
+                found[way] = (counts["launches"] + counts["blas"], sum(waits.values()), pageable)
     return found
 
 
-def main() -> None:
-    few, many = map(counted, DEPTHS)
-    rows = {}
-    for way, (launches, waits, pageable) in many.items():
-        layer = (launches - few[way][0]) / (DEPTHS[1] - DEPTHS[0])
-        outside = launches - layer * DEPTHS[1]
-        assert waits == few[way][1], f"{way}: waits in layers"
-        rows[way] = {
-            "launches_a_layer": layer,
-            "launches_outside_layers": outside,
-            "waits": waits,
-            "pageable": pageable,
-        }
-    print(json.dumps(rows))
-
-
-if __name__ == "__main__":
-    main()
+few, many = map(counted, DEPTHS)
+rows = {}
+for way, (launches, waits, pageable) in many.items():
+    layer = (launches - few[way][0]) / (DEPTHS[1] - DEPTHS[0])
+    outside = launches - layer * DEPTHS[1]
+    assert waits == few[way][1], f"{way}: waits in layers"
+    rows[way] = {
+        "launches_a_layer": layer,
+        "launches_outside_layers": outside,
+        "waits": waits,
+        "pageable": pageable,
+    }
+print(json.dumps(rows))

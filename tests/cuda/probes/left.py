@@ -3,7 +3,6 @@
 import gc
 import importlib.util
 import json
-import sys
 import tempfile
 
 import device
@@ -33,21 +32,16 @@ def trained(example, offloading: bool = False) -> float:
     return torch.cuda.memory_allocated() / 2**20
 
 
-def main() -> None:
-    spec = importlib.util.spec_from_file_location("example", device.ROOT / "examples" / "train_with_prefix_sharing.py")
-    example = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(example)
-    trained(example)  # what stays for good: cuBLAS's workspaces, others'
-    gc.collect()
-    stays = torch.cuda.memory_allocated() / 2**20
-    plain = trained(example) - stays
-    gc.collect()
-    offloaded = trained(example, offloading=True) - stays
-    gc.collect()
-    left = torch.cuda.memory_allocated() / 2**20 - stays
-    found = {"without_offloading": plain, "mib_at_the_end_of_training": offloaded}
-    print(json.dumps({**found, "mib_after_the_trainer_is_gone": left}))
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+spec = importlib.util.spec_from_file_location("example", device.ROOT / "examples" / "train_with_prefix_sharing.py")
+example = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(example)
+trained(example)  # what stays for good: cuBLAS's workspaces, others'
+gc.collect()
+stays = torch.cuda.memory_allocated() / 2**20
+plain = trained(example) - stays
+gc.collect()
+offloaded = trained(example, offloading=True) - stays
+gc.collect()
+left = torch.cuda.memory_allocated() / 2**20 - stays
+found = {"without_offloading": plain, "mib_at_the_end_of_training": offloaded}
+print(json.dumps({**found, "mib_after_the_trainer_is_gone": left}))
