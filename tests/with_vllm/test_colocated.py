@@ -13,16 +13,13 @@ COLOCATED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", COLOCATED)
-def test_sharing_trains_the_same(name, qwen3, trl):
-    off, on = (train(CASES[name], sharing, qwen3) for sharing in (False, True))
-    assert not faults(off, on)
+# Falcon H1 has attention and a Mamba-2 state in each layer
+ON_MODELS = [*(("qwen3", name) for name in COLOCATED), ("falcon_h1", "rloo"), ("falcon_h1", "grpo, parts of groups")]
 
 
-@pytest.mark.parametrize("name", ["rloo", "grpo, parts of groups"])
-def test_sharing_trains_the_same_on_a_hybrid(name, falcon_h1, trl):
-    """Attention and a Mamba-2 state in each layer."""
-    off, on = (train(CASES[name], sharing, falcon_h1) for sharing in (False, True))
+@pytest.mark.parametrize("model, name", ON_MODELS)
+def test_sharing_trains_the_same(model, name, request, trl):
+    off, on = (train(CASES[name], sharing, request.getfixturevalue(model)) for sharing in (False, True))
     assert not faults(off, on)
 
 

@@ -11,9 +11,6 @@ from unittest import mock
 import vllm_on_cpu
 from tools import lookup
 
-STEPS = 3
-GENERATIONS = 4
-
 
 @dataclass(frozen=True)
 class Case:
@@ -73,7 +70,7 @@ SETTINGS = dict(
     vllm_mode="colocate",
     vllm_gpu_memory_utilization=0.1,
     vllm_max_model_length=512,
-    num_generations=GENERATIONS,
+    num_generations=4,
     per_device_train_batch_size=8,
     gradient_accumulation_steps=1,
     max_completion_length=16,
@@ -82,7 +79,7 @@ SETTINGS = dict(
     lr_scheduler_type="constant",
     optim="sgd",  # Adam would make steps of the rounding of gradients near zero
     beta=0.0,
-    max_steps=STEPS,
+    max_steps=3,
     logging_steps=1,
     report_to="none",
     save_strategy="no",
