@@ -1,5 +1,7 @@
 """What keeps a training from a GPU, as far as it can be seen without one. On an emulated device: tests/cuda."""
 
+import torch
+
 from rloo_memory import cuda_check, nvml
 
 
@@ -15,8 +17,6 @@ def test_what_triton_compiles_with_is_named_where_it_is_missing(monkeypatch, tmp
 
 
 def test_a_gpu_beside_a_build_for_cpus_is_named(monkeypatch):
-    import torch
-
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", None)

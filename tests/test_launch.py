@@ -36,8 +36,6 @@ QUICK += " --predict_memory false --report_to none"
 REWARDS = """
 def good(completions, answer=None, **kwargs): return [0.0] * len(completions)
 def few(completions, **kwargs): return [1.0]
-def leaves(completions, **kwargs): raise SystemExit(0)
-def nothing(completions, **kwargs): return [float("nan")] * len(completions)
 def greedy(completions, solution, **kwargs): return []
 """
 OF_ROWS = "balanced --dataset_name rows.jsonl --reward_funcs my_rewards:good"
@@ -89,11 +87,9 @@ REFUSED = {
     "balanced --attn_implementation eagre": ["attn_implementation 'eagre': ", "sdpa"],
     "balanced --output_dir /proc/new": ["cannot write to /proc/new", "choose --output_dir new-2"],
     "balanced --predict_memory false --calibration run": ["calibration corrects a prediction, and predict_memory is"],
-    "balanced --weight_decay nan": ["weight_decay is nan: it must be a finite number"],
     "balanced --model_init_kwargs x": ["model_init_kwargs is 'x': it must be a mapping"],
     "balanced --dataset_name rows.jsonl.gz --reward_funcs letters": ["it ends in '.gz': unpack or convert it"],
     **{f"balanced --dataset_name {name} --reward_funcs letters": [f"{name!r}: it has no rows"] for name in NO_ROWS},
-    "balanced --dataset_name numbers.jsonl --reward_funcs letters": ["row 1: the prompt is 5; write text, or a chat"],
     "balanced --model_name_or_path more": ["11 are not there, such as model.layers.2.", "take the config"],
     "balanced --model_name_or_path fewer": ["11 are of layers that it has not, such as model.layers.1."],
     "balanced --model_name_or_path wider": ["have another size, such as model.layers.0.mlp.down_proj.weight"],
@@ -149,7 +145,6 @@ def test_bad_input_is_one_line_with_its_name_before_a_model_loads(here, no_model
         "mixed/a.jsonl": '{"prompt": "a", "answer": "b"}',
         "mixed/b.jsonl": '{"prompt": "a", "answer": 1}',
         "broken.yaml": "bata: 1\n",
-        "numbers.jsonl": '{"prompt": 5}',
         "rows.jsonl.gz": "",
         **dict.fromkeys(("nothing.jsonl", "nothing.json", "nothing.csv", "nothing.parquet"), ""),
         "header.csv": "prompt,answer\n",
@@ -169,8 +164,6 @@ def test_bad_input_is_one_line_with_its_name_before_a_model_loads(here, no_model
 AFTER_LOADING = {
     "--use_peft --lora_dropout 0.1": "or for adapters `lora_dropout=0.0`",
     "--reward_funcs my_rewards:few": "the reward 'my_rewards:few' returned [1.0]; TRL expects a list of 8 finite",
-    "--reward_funcs my_rewards:nothing": "the reward 'my_rewards:nothing' returned [nan, ",
-    "--reward_funcs my_rewards:leaves": "the reward 'my_rewards:leaves' ended the program",
     "": "cannot load model 'model': model.safetensors: Error while deserializing header",  # of weights that are cut
 }
 
