@@ -7,17 +7,16 @@ import tempfile
 
 import device
 import torch
+from datasets import Dataset
+from transformers import set_seed
+
+from rloo_memory import share_prompts
+from rloo_memory.launch.offload import offload_activations
+from trl import RLOOConfig, RLOOTrainer
 
 
 def trained(example, offloading: bool = False) -> float:
     """MiB in use when a short training of the example's model has ended; model and trainer are gone then."""
-    from datasets import Dataset
-    from transformers import set_seed
-
-    from rloo_memory import share_prompts
-    from rloo_memory.launch.offload import offload_activations
-    from trl import RLOOConfig, RLOOTrainer
-
     set_seed(0)
     model, tokenizer = example.small_model()
     rows = Dataset.from_list([{"prompt": f"{example.CONTEXT}{x}:", "answer": x} for x in "abcd"])
