@@ -3,6 +3,7 @@
 import pytest
 import vllm_on_cpu
 from comparison import faults
+from launching import check_trained, launch
 from tools import parsed
 from training import CASES, train
 
@@ -54,3 +55,9 @@ def test_sharing_trains_the_same_on_turns_with_tools(qwen3, trl, monkeypatch):
     off, on = (train(CASES["grpo, tools"], sharing, qwen3) for sharing in (False, True))
     assert not faults(off, on)
     assert sum("tool_calls" in message for message in said) > 6
+
+
+def test_the_launcher_trains_with_it(qwen3, tmp_path):
+    code, said = launch(qwen3, tmp_path, "--vllm_mode", "colocate")
+    check_trained(code, said, tmp_path / "out")
+    assert "use_vllm: what vLLM keeps on a CPU comes on top" in said

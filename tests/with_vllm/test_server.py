@@ -53,3 +53,11 @@ def test_a_server_that_dies_is_one_line_with_the_way_to_go_on(serve, qwen3, tmp_
     last = said.splitlines()[-1]
     assert last.startswith(f"launch: the vLLM server at {url} stopped answering in update "), said[-3000:]
     assert last.endswith(" with --resume_from_checkpoint true"), last
+
+
+def test_a_server_that_is_not_there(qwen3, tmp_path):
+    url = "http://127.0.0.1:9"
+    server = ["--vllm_mode", "server", "--vllm_server_base_url", url, "--vllm_server_timeout", "0"]
+    code, said = launch(qwen3, tmp_path, *server)
+    last = said.splitlines()[-1]
+    assert code == 2 and last.startswith(f"launch: no vLLM server answers at {url} after vllm_server_timeout 0"), said

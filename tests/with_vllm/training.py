@@ -8,8 +8,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from unittest import mock
 
+import tiny_gemma3
+import torch
 import vllm_on_cpu
+from datasets import Dataset
+from peft import LoraConfig
 from tools import lookup
+from transformers import AutoProcessor, AutoTokenizer, set_seed
+
+import trl
+from experiments.workload import pictures
+from rloo_memory import data, share_prompts
+from rloo_memory.prefix_sharing.shared_passes import SharedPrefixPasses
 
 
 @dataclass(frozen=True)
@@ -100,15 +110,8 @@ def reward(completion_ids, **kwargs) -> list[float]:
 
 def rows(case: Case):
     """Eight prompts of different lengths, or of different images."""
-    from datasets import Dataset
-
-    from experiments.workload import pictures
-    from rloo_memory import data
-
-    if case.images:
-        from tiny_gemma3 import SIDE  # nothing to scale, which TRL and vLLM do in ways of their own
-
-        return pictures.dataset_of(((SIDE, SIDE),), sentences=2, rows=8)
+    if case.images:  # of a size that nothing scales, which TRL and vLLM do in ways of their own
+        return pictures.dataset_of(((tiny_gemma3.SIDE, tiny_gemma3.SIDE),), sentences=2, rows=8)
     text = data.load_documents()[0]
     prompts = [text[1000 * i : 1000 * i + 150 + 37 * i] for i in range(8)]
     if case.tools:
@@ -117,12 +120,6 @@ def rows(case: Case):
 
 
 def trainer_of(case: Case, sharing: bool, model: Path, more: dict):
-    from peft import LoraConfig
-    from transformers import AutoProcessor, AutoTokenizer, set_seed
-
-    import trl
-    from rloo_memory import share_prompts
-
     set_seed(0)
     settings = copy.deepcopy(SETTINGS | case.settings | more)
     if "fsdp" in settings:
@@ -177,8 +174,6 @@ def parameters(trainer) -> dict:
 
 def watch_rollouts(trainer, tokens: list, apart: list) -> None:
     """Notes the tokens of each rollout, and how far vLLM's log-probabilities of them are from the trainer's."""
-    import torch
-
     engine, roll_out, sampled = trainer.vllm_generation, trainer._generate_and_score_completions, []
     engine.logprobs, made = 0, engine.generate  # RLOO asks for none
 
@@ -207,6 +202,4 @@ def watch_rollouts(trainer, tokens: list, apart: list) -> None:
 
 def counted_passes():
     """A mock that notes each forward in which prompts are shared."""
-    from rloo_memory.prefix_sharing.shared_passes import SharedPrefixPasses
-
     return mock.patch.object(SharedPrefixPasses, "forward", autospec=True, side_effect=SharedPrefixPasses.forward)
