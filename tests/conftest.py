@@ -29,7 +29,7 @@ LONGEST = (  # their files go first: one that begins last, and alone, is waited 
     "test_plan_extended",
     "test_series", "test_distributed",
     "test_tutorial", "test_train", "test_plan_engine", "test_doctor", "test_profiles",
-    "test_package", "test_launch_distributed", "test_shared_images", "test_classic", "test_gate", "test_shared_arm",
+    "test_package", "test_launch_distributed", "test_shared_images", "test_classic", "test_gate",
 )  # fmt: skip
 
 

@@ -1,5 +1,7 @@
 """Prompts and models: real text, stated lengths, published shapes."""
 
+from dataclasses import replace
+
 import pytest
 from transformers import AutoConfig
 
@@ -51,9 +53,8 @@ def test_the_published_workload_has_the_published_number_of_parameters():
 @pytest.mark.parametrize("precision, size", [("bf16", 4), ("float64", 8)])
 def test_what_the_models_take_is_counted_in_their_own_precision(precision, size):
     """330,536 weights: policy, reference, gradient, two moments and the reward model."""
-    fields = dict(precision=precision, vocab_size=18_992)
     weights = sum(p.numel() for p in models.meta_model(models.shape_config("tiny-qwen3", 18_992)).parameters())
-    needed = weights * 6 * size
-    run_models.check_fits(cfg.resolve("stock", 2, "cpu", "cpu", budget_bytes=needed, **fields))
+    config = cfg.resolve("stock", 2, "cpu", "cpu", budget_bytes=weights * 6 * size, precision=precision)
+    run_models.check_fits(config)
     with pytest.raises(ConfigError, match="raise --budget"):
-        run_models.check_fits(cfg.resolve("stock", 2, "cpu", "cpu", budget_bytes=needed - 1, **fields))
+        run_models.check_fits(replace(config, budget_bytes=config.budget_bytes - 1))

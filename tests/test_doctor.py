@@ -1,11 +1,11 @@
-"""The doctor's settings are trained with, and what is refused says why."""
+"""The doctor's settings are trained with, and what is refused says why. Which of its changes train the same."""
 
 import json
 import os
 import re
-import subprocess
 import sys
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -16,13 +16,16 @@ from experiments.workload import run_models
 from rloo_memory import data
 from rloo_memory.plan import doctor, records, speed
 from rloo_memory.plan.accuracy.calibration import load
+from rloo_memory.plan.levers import LEVERS, SHARING, applied
 from rloo_memory.plan.peaks import PredictedPeak, Prediction
 from rloo_memory.plan.records import read_run
 from rloo_memory.plan.setups import Setup
+from rloo_memory.plan.trl_settings import changes, from_settings, with_changes
+from rloo_memory.settings import profiles
 
 
 @pytest.mark.slow
-def test_what_the_doctor_writes_trains_and_what_was_recorded_corrects_the_plan(planned, capsys, tmp_path):
+def test_what_the_doctor_writes_trains_and_what_was_recorded_corrects_the_plan(planned, forked, capsys, tmp_path):
     """A model that does not fit, the YAML that does, a training with it, and what is read from that training's folder:
     the settings, and how many times what was predicted it took."""
     policy, reward, _ = run_models.prepare(resolve("stock", 2, "test", "cpu"), data.load_documents())
@@ -43,11 +46,10 @@ def test_what_the_doctor_writes_trains_and_what_was_recorded_corrects_the_plan(p
         f"{fits} --max_steps 3 --output_dir {out} --prompt_tokens 512 --logging_steps 1 --save_strategy "
         f"no --report_to none --disable_tqdm true --offload_reference true"
     )
-    command = [sys.executable, "-m", "rloo_memory.launch", *words.split()]
-    environment = {**os.environ, "MODEL_PATH": policy, "CUDA_VISIBLE_DEVICES": ""}
-    launched = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True).stdout
+    launched = forked("rloo_memory.launch", *words.split())
+    assert launched.returncode == 0, launched.stderr[-3000:]
     for metric in ("mem_alloc_mb", "mem_max_alloc_mb", "mem_peak/train_mb", "mem_peak/generate_mb"):
-        assert metric in launched
+        assert metric in launched.stdout
 
     old = read_run(out)
     assert (old.prompt_tokens, old.settings["num_generations"], old.settings["dtype"]) == (512, 4, "float32")
@@ -100,10 +102,7 @@ def faked(monkeypatch, peak, shared=(3, 1)):
         work = Counter({shared if setup.prefix_sharing else (9, 3): 1})
         return Prediction(label, setup, peaks, {"score": work, "train": work})
 
-    def predict_all(setups, hf_config, say, calibration=None):
-        return [predict(*labelled) for labelled in setups.items()]
-
-    monkeypatch.setattr(doctor, "predict_all", predict_all)
+    monkeypatch.setattr(doctor, "predict_all", lambda setups, *rest: [predict(*each) for each in setups.items()])
 
 
 def made_up_peak(setup: Setup) -> int:
@@ -228,3 +227,67 @@ def test_the_doctor_says_what_is_missing(arguments, parts, capsys, monkeypatch, 
     error = capsys.readouterr().err
     assert error.startswith("doctor: ") and error.count("\n") == 1
     assert all(part in error for part in parts), error
+
+
+@pytest.mark.slow
+def test_levers_that_are_said_to_train_the_same_do(probe):
+    """Weights after one update on given completions, in float32. Activations are offloaded, and vLLM sleeps, on a GPU
+    only."""
+    result = probe("exact_levers")
+    assert result.pop("half the completion") > 0.1 and result.pop("steps_per_generation of two updates") > 0.1
+    assert result.pop("said to be exact") == [False] and result.pop("update") > 1e-3
+    shown = {name.partition(" of ")[0] for name in result}
+    assert {"prefix_sharing of parts", "one completion a pass of shared parts"} <= result.keys()
+    exact = {lever.name for lever in LEVERS if lever.same}
+    assert shown == exact - {"activation_offloading", "vllm_enable_sleep_mode"}
+    assert max(result.values()) < 1e-5, result
+
+
+def test_sharing_is_the_same_only_if_an_update_has_whole_groups():
+    whole = Setup(100, per_device_train_batch_size=1, gradient_accumulation_steps=16, steps_per_generation=16)
+    part = Setup(100, per_device_train_batch_size=1, gradient_accumulation_steps=4, steps_per_generation=8)
+    assert SHARING.exact(whole) and not SHARING.exact(part)
+    assert "trains differently" in SHARING.effect(part) and "token ratio" in SHARING.effect(part)
+
+
+@pytest.mark.parametrize("own, experts", [({"loss_type": "bnpo"}, 0.0), ({}, 0.001)])  # the model's own coefficient
+def test_other_micro_batches_train_differently_where_an_update_depends_on_them(own, experts):
+    config = SimpleNamespace(output_router_logits=False, router_aux_loss_coef=experts)
+    config.get_text_config = lambda: config
+    batches = dict(per_device_train_batch_size=2, gradient_accumulation_steps=4, steps_per_generation=4)
+    for asked, same in ((own, False), ({"router_aux_loss_coef": 0.0}, True)):
+        setup = from_settings(100, {"algorithm": "grpo", **batches, **asked}, config)
+        levers = (lever for lever in LEVERS if lever.name in ("prefix_sharing", "one completion a pass"))
+        assert [lever.exact(setup) for lever in levers] == [same, same]
+
+
+@pytest.mark.slow
+def test_an_update_depends_on_its_micro_batches_for_the_settings_that_are_said_to(probe):
+    """Of every loss and the terms beside it, in untouched code: an update of 8 together against 8 of one each."""
+    result = probe("settings_by_batch")
+    assert len(result) == 16 and all(0 <= distance < 2 for _, distance, _ in result)
+    wrong = [case for case in result if (case[1] > 1e-4) != bool(case[2]) or 1e-5 < case[1] < 1e-4]
+    assert not wrong and 5 < sum(bool(reasons) for *_, reasons in result) < 12
+
+
+OWN = {
+    "algorithm": "grpo", "model_init_kwargs": {"dtype": "float32", "revision": "main"}, "num_generations": 6,
+    "per_device_train_batch_size": 12, "steps_per_generation": 2, "lora_dropout": 0.3, "loss_type": "bnpo",
+    "use_peft": True, "lora_target_modules": ["q_proj", "v_proj"], "load_in_4bit": True, "use_bnb_nested_quant": True,
+    "optim": "adamw_bnb_8bit", "tokens_per_forward": 4000, "num_iterations": 3, "learning_rate": 1e-5,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("profile", ["own", *profiles.names()])
+def test_settings_come_back_from_a_setup_as_they_were(profile):
+    own = OWN if profile == "own" else profiles.load_profile(profile)
+    config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(max_position_embeddings=10**6))
+    setup = from_settings(100, own)
+    assert with_changes(own, changes(setup, setup)) == own
+    for lever in LEVERS:
+        if trial := applied(lever, setup, config):
+            changed = changes(setup, trial)
+            new = with_changes(own, changed)
+            assert from_settings(100, new) == trial, lever.name
+            left = {name: value for name, value in own.items() if name not in changed and name != "model_init_kwargs"}
+            assert left.items() <= new.items(), lever.name

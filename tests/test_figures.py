@@ -3,7 +3,6 @@ README.md and docs/findings.md say in words. Tables are made by `visualization.t
 
 import math
 import re
-from collections import defaultdict
 from statistics import median
 
 import pandas as pd
@@ -24,10 +23,6 @@ BENCH = RESULTS.of("bench").cells.xs(8, level="k")
 CPU = RESULTS.of("cpu").cells.above_bytes / GIB
 WORTH = read_bench(REFERENCE, "worth")
 TRAIN = faster(WORTH, "train")
-
-
-def saved(arm, k):
-    return f"{1 - CPU[arm, k] / CPU['classic-baseline', k]:.0%}".replace("%", " %")
 
 
 def spanned(ratios):
@@ -68,7 +63,8 @@ def sentences():
     took = seconds_of(read_bench(REFERENCE, "alike"), "train").xs("qwen3-8-layers/2000", level="model")
     times = (took["shared-all-each"] / took["shared-all"]).item()
     yield "README.md", f"with one of 2,000 tokens, training is {times:.1f} times faster again"
-    yield "README.md", f"saves {saved('classic-lean', 2)} at k = 2"
+    saved = 1 - CPU["classic-lean", 2] / CPU["classic-baseline", 2]
+    yield "README.md", f"saves {100 * saved:.0f} % at k = 2"
     budget = RESULTS.of("cpu").cells.budget_bytes
     most = (CPU * PUBLISHED_BUDGET / budget - PUBLISHED.set_index(["arm", "k"]).above).abs().max()
     met = f"our figures meet all five published ones above start within {math.ceil(10 * most) / 10} GiB"
@@ -100,40 +96,25 @@ def test_the_page_has_the_sentence_with_the_figure_of_the_results(page, sentence
     assert " ".join(sentence.split()) in " ".join(text.split()), f"{page} should say: {sentence}"
 
 
-@pytest.fixture(scope="module")
-def runs():
-    """{(arm, scale, k): [record, ...]}."""
-    found = defaultdict(list)
-    for run in stored_runs(REFERENCE):
-        found[run.record["arm"], run.record["scale"], run.record["k"]].append(run.record)
-    return found
-
-
-def above_start(records):
-    assert [record["status"] for record in records] == ["ok"] * len(records)
-    return median(record["peak_resident_bytes"] - record["start_bytes"] for record in records)
-
-
-def test_the_published_change_saves_only_what_it_cuts(runs):
+def test_the_published_change_saves_only_what_it_cuts():
+    fed, short = RESULTS.of("cpu").runs.set_index("arm"), RESULTS.of("short").cells.above_bytes
+    whole = fed.loc[["classic-baseline", "classic-string-exact"]]
+    assert set(whole.prompt_tokens_fed_min) <= {2999, 3000}  # one prompt has 2,999
+    assert set(fed.loc[["classic-string"]].prompt_tokens_fed_max) == {1024}
     for k in (2, 4):
-        arms = ("classic-baseline", "classic-string", "classic-string-exact")
-        baseline, string, exact = (runs[arm, "cpu", k] for arm in arms)
-        assert {record["prompt_tokens_fed_min"] for record in baseline + exact} <= {2999, 3000}  # one prompt has 2,999
-        assert {record["prompt_tokens_fed_max"] for record in string} == {1024}
-        tokens = (1024 + 100) / (3000 + 100)
-        assert above_start(string) / above_start(baseline) == pytest.approx(tokens, abs=0.05)
-        assert above_start(exact) == pytest.approx(above_start(baseline), rel=0.02), "nothing cut, nothing saved"
-    short = [above_start(runs[arm, "short", 2]) for arm in ("classic-baseline", "classic-string")]
-    assert short[1] == pytest.approx(short[0], rel=0.02)
+        baseline, string, exact = (CPU[f"classic-{arm}", k] for arm in ("baseline", "string", "string-exact"))
+        assert string / baseline == pytest.approx((1024 + 100) / (3000 + 100), abs=0.05)
+        assert exact == pytest.approx(baseline, rel=0.02), "nothing cut, nothing saved"
+    assert short["classic-string", 2] == pytest.approx(short["classic-baseline", 2], rel=0.02)
 
 
-def test_in_float64_every_figure_agrees_at_full_length_and_a_learnable_reward_rises_the_same_way(runs):
+def test_in_float64_every_figure_agrees_at_full_length_and_a_learnable_reward_rises():
     """Beyond float32's rounding: 3,000 + 100 tokens, two rollouts of three updates. And 30 rollouts of short ones."""
-    for scale, k, rounding in (("exact", 2, 1e-9), ("learn", 4, 1e-5)):
-        lean, baseline = (runs[arm, scale, k][0] for arm in ("classic-lean", "classic-baseline"))
-        assert lean["config"]["precision"] == baseline["config"]["precision"] == "float64"
-        for name in ("reward", "loss", "kl", "grad_norm") if scale == "exact" else ("reward", "kl"):
-            ours, theirs = ([step[name] for step in run["trace"]] for run in (lean, baseline))
-            assert ours == pytest.approx(theirs, rel=rounding, abs=min(rounding, 1e-6)), name
-    rewards = [step["reward"] for step in lean["trace"]]
+    runs = {run.record["run_id"]: run.record for run in stored_runs(REFERENCE)}
+    lean, baseline = (runs[f"classic-{arm}_exact_k2_r0"] for arm in ("lean", "baseline"))
+    assert lean["config"]["precision"] == baseline["config"]["precision"] == "float64"
+    for name in ("reward", "loss", "kl", "grad_norm"):
+        ours, theirs = ([step[name] for step in run["trace"]] for run in (lean, baseline))
+        assert ours == pytest.approx(theirs, rel=1e-9, abs=1e-9), name
+    rewards = [step["reward"] for step in runs["classic-lean_learn_k4_r0"]["trace"]]
     assert len(rewards) == 30 and median(rewards[-5:]) > 2 * median(rewards[:5])

@@ -197,17 +197,14 @@ def test_its_settings_are_what_planner_and_launcher_take(opened, tmp_path, monke
 # -- what is asked of it ----------------------------------------------------------------------------------------------
 
 
-def shown(page) -> str:
-    return page.inner_text("#answer")
-
-
 def test_the_address_carries_the_choice(opened):
     page = opened()
     page.select_option("#trained", "all")
     page.fill("#k", "16")
     here = page.evaluate("location.href")
     there = opened(here[here.index("#") :])
-    assert shown(there) == shown(page) and there.input_value("#trained") == "all"
+    assert there.inner_text("#answer") == page.inner_text("#answer")
+    assert there.input_value("#trained") == "all"
     assert "#model=" + MODEL + "&trained=all&prompt=3000&completion=512&k=16&" in here
 
 

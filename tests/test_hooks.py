@@ -3,7 +3,6 @@
 import json
 from collections import defaultdict
 from dataclasses import dataclass
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -33,70 +32,45 @@ def test_the_memory_callback_works_with_a_trainer_without_rewards(policy, tmp_pa
     assert record["reward_model"] is None and record["settings"]["gradient_checkpointing"]
 
 
-def stub_trainer(folder, policy, **facts):
-    """A trainer as far as the callback looks at one. `facts` are attributes of it."""
-    arguments = SimpleNamespace(
-        output_dir=str(folder), process_index=0, world_size=1, learning_rate=1e-3, use_vllm=True
-    )
+@pytest.mark.parametrize("engine", ["vllm", "continuous batching"])
+def test_another_engines_generation_is_marked_and_its_prompts_are_counted(engine, tmp_path):
+    """Both take lists of token ids. Forwards of the policy inside it are part of it. The trainer is one as far as the
+    callback looks at it: generation, scoring, an update."""
+    policy, some, prompts = torch.nn.Linear(2, 2), torch.ones(1, 2), [[1, 2, 3], [1]]
+    policy.generate = lambda *args, **kwargs: pytest.fail("another engine generates")
+    policy.config, policy.dtype = SimpleNamespace(to_dict=dict), torch.float32
+    args = SimpleNamespace(output_dir=str(tmp_path), process_index=0, world_size=1, learning_rate=1e-3, use_vllm=True)
     state = SimpleNamespace(deepspeed_plugin=None)
     accelerator = SimpleNamespace(device=SimpleNamespace(type="cpu"), unwrap_model=lambda model: model, state=state)
     metrics = {"train": defaultdict(list)}
-    return SimpleNamespace(args=arguments, accelerator=accelerator, model=policy, _metrics=metrics, **facts)
-
-
-def stub_policy():
-    policy = torch.nn.Linear(2, 2)
-    policy.generate = lambda *args, **kwargs: pytest.fail("another engine generates")
-    policy.config = SimpleNamespace(to_dict=dict)
-    policy.dtype = torch.float32
-    return policy
-
-
-def train(callback, trainer, generate, updates=2):
-    """As a trainer whose completions come from another engine: `generate`, scoring, an update."""
-    policy, state = trainer.model, SimpleNamespace(global_step=0)
-    optimizer = torch.optim.SGD(policy.parameters())
-    callback.on_train_begin(trainer.args, state, None, optimizer=optimizer)
-    for _ in range(updates):
-        generate()
-        with torch.no_grad():
-            policy(torch.ones(1, 2))
-        policy(torch.ones(1, 2)).sum().backward()
-        callback.on_pre_optimizer_step(trainer.args, state, None)
-        optimizer.step()
-        callback.on_step_end(trainer.args, state, None)
-    out = Path(trainer.args.output_dir)
-    rows = [(int(row["step"]), row["phase"]) for row in read_csv(out / "memory_phases.csv")]
-    return rows, json.loads((out / "memory.json").read_text())
-
-
-@pytest.mark.parametrize("engine", ["vllm", "continuous batching"])
-def test_another_engines_generation_is_marked_and_its_prompts_are_counted(engine, tmp_path):
-    """Both take lists of token ids. Forwards of the policy inside it are part of it."""
-    policy = stub_policy()
+    trainer = SimpleNamespace(args=args, accelerator=accelerator, model=policy, _metrics=metrics)
     if engine == "vllm":
-        made = SimpleNamespace(generate=lambda prompts, images, num_generations: policy(torch.ones(1, 2)))
-        trainer = stub_trainer(tmp_path, policy, vllm_generation=made)
-
-        def generate():
-            made.generate(prompts=[[1, 2, 3], [1]], images=None, num_generations=2)
+        trainer.vllm_generation = SimpleNamespace(generate=lambda prompts, images, num_generations: policy(some))
     else:
-        policy.generate_batch = lambda inputs, progress_bar: policy(torch.ones(1, 2))
-        trainer = stub_trainer(tmp_path, policy)
-
-        def generate():
-            policy.generate_batch([[1, 2, 3], [1]], progress_bar=False)
-
+        policy.generate_batch = lambda inputs, progress_bar: policy(some)
     other = tmp_path / "other.csv"
     other.write_text("theirs")
     (tmp_path / "memory_phases.csv").symlink_to(other)
-    unsaid = {"settings": {"generation_kwargs": {"in no file": object()}}}
-    callback = MemoryCallback(trainer, of_launcher=unsaid)
+    callback = MemoryCallback(trainer, of_launcher={"settings": {"generation_kwargs": {"in no file": object()}}})
+    begun, optimizer = SimpleNamespace(global_step=0), torch.optim.SGD(policy.parameters())
     for trainings in (1, 2):
-        rows, record = train(callback, trainer, generate)
+        callback.on_train_begin(args, begun, None, optimizer=optimizer)
+        for _ in range(2):
+            if engine == "vllm":
+                trainer.vllm_generation.generate(prompts=prompts, images=None, num_generations=2)
+            else:
+                policy.generate_batch(prompts, progress_bar=False)
+            with torch.no_grad():
+                policy(some)
+            policy(some).sum().backward()
+            callback.on_pre_optimizer_step(args, begun, None)
+            optimizer.step()
+            callback.on_step_end(args, begun, None)
         assert {len(x) for x in trainer._metrics["train"].values()} == {2 * trainings}
+    record = json.loads((tmp_path / "memory.json").read_text())
     assert record["not_recorded"] == ["generation_kwargs"] and other.read_text() == "theirs"
-    assert rows[1:6] == [(1, phase) for phase in ("generate", "score", "train", "optimizer", "train")]
+    phases = [(int(row["step"]), row["phase"]) for row in read_csv(tmp_path / "memory_phases.csv")]
+    assert phases[1:6] == [(1, phase) for phase in ("generate", "score", "train", "optimizer", "train")]
     assert record["prompt_tokens"] == 3
 
 

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 import two_processes
+from safetensors.torch import load_file
 from small_profile import small_profile
 
-ROOT = Path(__file__).resolve().parent.parent
 pytestmark = pytest.mark.slow
 PROGRAM = ("-m", "rloo_memory.launch")
-FSDP_PROGRAM = (str(ROOT / "tests" / "probes" / "fsdp_on_cpu.py"),)  # the launcher where accelerate can shard on CPU
+FSDP_PROGRAM = ("tests/probes/fsdp_on_cpu.py",)  # the launcher where accelerate can shard on CPU
 # Two rollouts with two updates each: after the first update of a rollout the loss is not zero
 PROFILE = small_profile(
     4, 8, beta=0.05, prefix_sharing=True, tokens_per_forward=18, num_iterations=2, max_steps=4, prompt_tokens=48,
@@ -24,8 +24,6 @@ PROFILE = small_profile(
 def check(setups, model, folder):
     """Trains with each of (file, program), DDP first, and compares with DDP. Nothing is told about the CPU: the
     launcher sees that there is no GPU."""
-    from safetensors.torch import load_file
-
     (folder / "profile.yaml").write_text(PROFILE)
     before, weights = load_file(Path(model) / "model.safetensors"), {}
     total = sum(tensor.numel() for tensor in before.values())

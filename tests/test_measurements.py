@@ -59,33 +59,26 @@ def test_bad_input_is_one_line_and_touches_no_table(measure, tmp_path, options, 
     assert not list(tmp_path.rglob("*.csv*"))
 
 
-class Clock:
-    """Stands in for what is measured: the n-th sample takes 10 + n s, or `SECONDS` say how many a way takes."""
-
-    SECONDS = {"bad": MemoryError("no room\nat all"), "broken": ValueError("a kernel")}
-    taken = []
-
-    def __init__(self, cell, ways, here):
-        pass
-
-    def sample(self, way):
-        self.taken.append(way)
-        seconds = self.SECONDS.get(way, 10 + len(self.taken))
-        if isinstance(seconds, BaseException):
-            raise seconds
-        return {"train_seconds": seconds, "peak_bytes": 2**20}
-
-
 @pytest.fixture
 def clock(monkeypatch):
-    """A measurement `clock` of two cells, in these ways; returns what is sampled."""
+    """A measurement `clock` of two cells, in these ways. The n-th sample takes 10 + n s, or `seconds` say how many a
+    way takes. Returns what is sampled, and these seconds."""
 
     def put(*ways, **seconds):
-        listed = Measurement("-", Clock, ways, (CELL, OTHER), ("wide",), 2, 2)
+        taken = []
+
+        def sample(way):
+            taken.append(way)
+            took = seconds.get(way, 10 + len(taken))
+            if isinstance(took, BaseException):
+                raise took
+            return {"train_seconds": took, "peak_bytes": 2**20}
+
+        listed = Measurement(
+            "-", lambda *of_cell: SimpleNamespace(sample=sample), ways, (CELL, OTHER), ("wide",), 2, 2
+        )
         monkeypatch.setitem(MEASUREMENTS, "clock", listed)
-        monkeypatch.setattr(Clock, "taken", [])
-        monkeypatch.setattr(Clock, "SECONDS", Clock.SECONDS | seconds)
-        return Clock.taken
+        return taken, seconds
 
     return put
 
@@ -98,7 +91,7 @@ def table(tmp_path, **wanted):
 
 
 def test_ways_alternate_and_a_way_that_fails_is_a_row_beside_the_others(measure, clock, tmp_path):
-    taken = clock("whole", "bad")
+    taken, _ = clock("whole", "bad", bad=MemoryError("no room\nat all"))
     assert measure("clock")[0] == 0, "out of memory is an outcome"
     assert taken == ["whole", "bad"] * 4
     rows = table(tmp_path, prompt_tokens="3000")
@@ -108,15 +101,15 @@ def test_ways_alternate_and_a_way_that_fails_is_a_row_beside_the_others(measure,
     assert [rows[0][name] for name in ("median", "low", "high", "repeats")] == ["12", "11", "13", "2"]
     assert rows[2]["failure"] == "out of memory: MemoryError: no room at all" and rows[2]["median"] == ""
     assert {row["commit"] for row in rows} == {COMMIT}
-    clock("whole", "broken")
+    clock("whole", "broken", broken=ValueError("a kernel"))
     code, err = measure("clock", *ONE, "--fresh")
     assert code == 1 and "ValueError: a kernel" in err
 
 
-def test_what_failed_is_tried_again_and_nothing_else(measure, clock, tmp_path, monkeypatch):
-    taken = clock("whole", "shared", shared=ImportError("prefix-grouper is not installed"))
+def test_what_failed_is_tried_again_and_nothing_else(measure, clock, tmp_path):
+    taken, seconds = clock("whole", "shared", shared=ImportError("prefix-grouper is not installed"))
     assert measure("clock", *ONE)[0] == 1 and taken == ["whole", "shared"] * 2
-    monkeypatch.setitem(Clock.SECONDS, "shared", 3)  # installed now
+    seconds["shared"] = 3  # installed now
     assert measure("clock", *ONE) == (0, "") and taken[4:] == ["shared"] * 2
     assert [row["failure"] for row in table(tmp_path, way="shared")] == [""] * 2
 
@@ -125,13 +118,13 @@ class Killed(BaseException):
     """No `except` sees it, as none sees a kill."""
 
 
-def test_a_killed_measurement_keeps_its_samples_and_goes_on(measure, clock, tmp_path, monkeypatch):
-    taken = clock("whole", "shared", shared=Killed())
+def test_a_killed_measurement_keeps_its_samples_and_goes_on(measure, clock, tmp_path):
+    taken, seconds = clock("whole", "shared", shared=Killed())
     with pytest.raises(Killed):
         measure("clock")
     with (tmp_path / "x" / "bench_samples.jsonl").open("a") as file:
         file.write('\n{"cut off by a ki')
-    monkeypatch.setitem(Clock.SECONDS, "shared", 3)
+    seconds["shared"] = 3
     assert measure("clock")[0] == 0 and taken.count("whole") == 4 and taken.count("shared") == 5
     assert measure("clock")[0] == 0 and len(taken) == 9, "nothing is measured twice"
 
@@ -148,13 +141,11 @@ def test_a_part_of_a_measurement_does_not_replace_a_whole_one(measure, clock, tm
 
 
 @pytest.mark.slow
-def test_a_real_measurement_ends_in_its_table(tmp_path):
+def test_a_real_measurement_ends_in_its_table(forked, tmp_path):
     """Each way computes the same gradients; a package that is missing is its way's outcome."""
     ways = ("whole", rivals.GROUPER, "one-row", "shared-2")
-    command = [sys.executable, "-m", "experiments.bench", "rivals", "--models", "tiny", "--cells", "24x5x4"]
-    command += ["--ways", ",".join(ways), "--repeats", "1", "--results", tmp_path, "--machine", "x"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment, timeout=300)
+    words = f"rivals --models tiny --cells 24x5x4 --repeats 1 --machine x --results {tmp_path}".split()
+    result = forked("experiments.bench", *words, "--ways", ",".join(ways), timeout=300)
     rows = {(row["way"], row["metric"]): row for row in table(tmp_path)}
     grouper = [row["failure"] for (way, _), row in rows.items() if way == rivals.GROUPER]
     assert all(not failure or "prefix-grouper is not installed: pip install" in failure for failure in grouper)

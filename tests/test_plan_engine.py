@@ -1,4 +1,5 @@
-"""What the planner counts on CUDA that no training on a CPU shows, and what others measured on GPUs."""
+"""What the planner counts on CUDA that no training on a CPU shows, and what others measured on GPUs. Then what vLLM
+takes, which is not here: tests/with_vllm trains with it."""
 
 from dataclasses import replace
 
@@ -9,11 +10,16 @@ from experiments.config import ROOT
 from experiments.record import read_csv
 from rloo_memory.errors import ConfigError
 from rloo_memory.models import named_config
+from rloo_memory.plan import doctor, engine
+from rloo_memory.plan.accuracy.reserve import Room
+from rloo_memory.plan.predict import predict
 from rloo_memory.plan.remarks import remarks
 from rloo_memory.plan.scale_up.extrapolate import phase_peaks
 from rloo_memory.plan.setups import Setup, check
 from rloo_memory.plan.trl_settings import from_settings
 from rloo_memory.sizes import GIB
+
+SHORT = Setup(64, max_completion_length=32, num_generations=4, per_device_train_batch_size=4, beta=0.0)
 
 
 def small():
@@ -27,8 +33,7 @@ def peaks_of(setup):
 
 
 def test_adamw_that_is_not_fused_takes_a_copy_of_all_trained_weights_on_cuda():
-    setup = Setup(64, max_completion_length=32, num_generations=4, per_device_train_batch_size=4, beta=0.0)
-    fused, each = (peaks_of(replace(setup, optim=optim)) for optim in ("adamw_torch_fused", "adamw_torch"))
+    fused, each = (peaks_of(replace(SHORT, optim=optim)) for optim in ("adamw_torch_fused", "adamw_torch"))
     weights = fused["load"].kinds["parameters"]
     assert each["optimizer"].total - fused["optimizer"].total == pytest.approx(weights, rel=0.01)
     assert each["train"].total == fused["train"].total
@@ -36,10 +41,9 @@ def test_adamw_that_is_not_fused_takes_a_copy_of_all_trained_weights_on_cuda():
 
 def test_adafactor_makes_the_update_of_a_matrix_beside_it():
     """In float32, with what is taken from the weights; of 16-bit ones it makes both and the gradient, too."""
-    setup = Setup(64, max_completion_length=32, num_generations=4, per_device_train_batch_size=4, beta=0.0)
     largest = 4 * 20_000 * small().hidden_size
     for dtype, copies in (("float32", 2), ("bfloat16", 4)):
-        peak = peaks_of(replace(setup, optim="adafactor", dtype=dtype))["optimizer"]
+        peak = peaks_of(replace(SHORT, optim="adafactor", dtype=dtype))["optimizer"]
         assert peak.kinds["activations"] == pytest.approx(copies * largest, rel=0.01), dtype
 
 
@@ -108,3 +112,66 @@ def test_the_published_peaks_are_predicted_as_the_table_says():
         again = compared({name: row[name] for name in rows("gpu_peaks.csv")[0]}, known)
         size, before = (int(each["predicted_bytes"] or 0) for each in (again, row))
         assert size == pytest.approx(before, rel=0.002), row["source"]
+
+
+# -- vLLM's memory, as planner, doctor and launcher count it ----------------------------------------------------------
+
+LENGTHS = dict(prompt_tokens=64, max_completion_length=4096, num_generations=8, per_device_train_batch_size=1,
+               steps_per_generation=8, gradient_accumulation_steps=8)  # fmt: skip
+
+
+def peaks(**more):
+    """Of a model whose cache is larger than its logits."""
+    config = named_config("qwen3-0.6b")
+    config.vocab_size, config.num_hidden_layers, config.layer_types = 1000, 4, config.layer_types[:4]
+    return {peak.phase: peak for peak in predict("this", Setup(**LENGTHS, **more), config).phases}
+
+
+@pytest.fixture(scope="module")
+def own():
+    """Where transformers generates: eight completions of 4,096 tokens, one of them trained on at a time."""
+    return peaks()
+
+
+def test_a_cache_that_vllm_has_is_not_the_trainers(own):
+    server = peaks(use_vllm=True, vllm_mode="server", device_memory=24 * GIB)
+    assert max(own, key=lambda name: own[name].total) == "generate"
+    assert set(server["generate"].kinds) == {"parameters", "reference", "optimizer state"}
+    others = own.keys() - {"generate"}
+    assert {name: server[name] for name in others} == {name: own[name] for name in others}
+
+
+@pytest.mark.parametrize("sleeps, phases", [
+    (False, {"load", "generate", "score", "train", "optimizer"}), (True, {"load", "generate"}),
+])  # fmt: skip
+def test_a_colocated_engine_has_its_share_of_the_device(own, sleeps, phases):
+    share = dict(vllm_gpu_memory_utilization=0.25, vllm_enable_sleep_mode=sleeps, device_memory=24 * GIB)
+    server = peaks(use_vllm=True, vllm_mode="server")
+    found = peaks(use_vllm=True, **share)
+    more = {name: found[name].total - server[name].total for name in found}
+    assert more == {name: 6 * GIB if name in phases else 0 for name in found}
+    assert found["generate"].kinds[engine.KIND] == 6 * GIB
+    # it neither comes nor goes: the allocator wastes nothing of it
+    assert Room(0, 0.5).needed([found["generate"]]) == Room(0, 0.5).needed([server["generate"]]) + 6 * GIB
+
+
+def test_a_share_below_the_weights_is_refused_with_the_least_one():
+    config = named_config("qwen3-8b")
+    setup = Setup(64, lora_rank=16, use_vllm=True, vllm_gpu_memory_utilization=0.05, device_memory=79 * GIB)
+    with pytest.raises(ConfigError, match=r"0.05 is 3.95 GiB here, .* alone are 15.26; set at least 0.20"):
+        check(setup, config)
+    two = dict(vllm_gpu_memory_utilization=0.1, vllm_tensor_parallel_size=2)
+    for fits in (dict(vllm_gpu_memory_utilization=0.2), two, dict(vllm_mode="server"), dict(device_memory=0)):
+        check(replace(setup, **fits), config)
+    with pytest.raises(ConfigError, match="let a server generate"):
+        check(replace(setup, device_memory=12 * GIB), config)
+
+
+def test_the_planner_and_the_doctor_say_so(planned, capsys, tmp_path):
+    said = "vLLM's share, 0.5 of the device, 4.00 GiB, is in it throughout"
+    (tmp_path / "profile.yaml").write_text("use_vllm: true\nbeta: 0.0\nvllm_gpu_memory_utilization: 0.5\n")
+    words = f"--model tiny-qwen3 --profile {tmp_path}/profile.yaml --prompt 64 --completion 16 --device-memory 8GiB"
+    result = planned(*words.split(), "--arms", "stock")
+    assert said in result.stdout and "vLLM 4.00" in result.stdout, result.stderr
+    assert doctor.main([*words.split(), "--output", str(tmp_path / "fits.yaml")]) == 0
+    assert said in capsys.readouterr().out

@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+from collections import defaultdict
 from types import SimpleNamespace
 from unittest import mock
 
@@ -14,14 +15,8 @@ from rloo_memory.plan.simulation.live_bytes import LiveBytes
 from rloo_memory.plan.simulation.shapes_only import ShapesOnly
 from rloo_memory.plan.simulation.work import Work
 
-TOKENS = {"less than a tile": 300, "three tiles": 9000}
-
-
-class NoKernel:
-    """In place of a Triton kernel: `kernel[grid](...)` works in the buffers that it is given."""
-
-    def __getitem__(self, grid):
-        return lambda *args, **kwargs: None
+# In place of a Triton kernel: `kernel[grid](...)` works in the buffers that it is given
+NO_KERNEL = defaultdict(lambda: lambda *args, **kwargs: None)
 
 
 @contextlib.contextmanager
@@ -30,7 +25,7 @@ def as_on_cuda():
 
     instead = {
         "_use_triton": lambda device: True, "triton": SimpleNamespace(cdiv=lambda a, b: 1),
-        "_forward_kernel": NoKernel(), "_backward_kernel": NoKernel(), "_addmm_fp32": lambda *args: None,
+        "_forward_kernel": NO_KERNEL, "_backward_kernel": NO_KERNEL, "_addmm_fp32": lambda *args: None,
     }  # fmt: skip
     with mock.patch.multiple(chunked_logprob, create=True, **instead):
         with mock.patch.object(heads, "add_product", lambda *args: None):
@@ -55,7 +50,7 @@ def peaks(head, tokens: int, weights: str, trained: bool, bias: bool, autocast: 
         return [forward, kept, memory.peak - before]
 
 
-@pytest.mark.parametrize("tokens", TOKENS.values(), ids=TOKENS)
+@pytest.mark.parametrize("tokens", [300, 9000], ids=["less than a tile", "three tiles"])
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
 def test_the_fused_head_allocates_what_trls_does(device, tokens):
     """On a CPU but for what is a few bytes a token, which is beside the float32 copies of a tile."""

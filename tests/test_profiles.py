@@ -1,7 +1,6 @@
 """What profiles and accelerate's files may say, and what is said of one that may not; every profile trains."""
 
 import dataclasses
-import functools
 import json
 import math
 import re
@@ -21,9 +20,9 @@ from rloo_memory.settings.arguments import LaunchArguments
 from rloo_memory.settings.trl_parser import Sharing
 
 
-def refusal(function, *arguments) -> str:
+def refusal(function, *arguments, **options) -> str:
     with pytest.raises(ConfigError) as caught:
-        function(*arguments)
+        function(*arguments, **options)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -94,7 +93,7 @@ def test_an_accelerate_file_is_planned_with_its_devices_or_refused_by_name(tmp_p
         assert str(path) in (line := refusal(profiles.devices_from, path)) and said in line, line
     path.write_text(f"{FSDP2}parallelism_config: {{parallelism_config_dp_shard_size: 4}}\nmixed_precision: fp8\n")
     assert profiles.devices_from(path)["num_devices"] == 4, "the settings' bf16 goes before the file's fp8"
-    assert "fp8" in refusal(functools.partial(profiles.devices_from, autocast=False), path)
+    assert "fp8" in refusal(profiles.devices_from, path, autocast=False)
     path.write_text("mixed_precision: bf16\nuse_cpu: true\ndynamo_config: {dynamo_backend: NO}\n")
     of_file = {"bf16": True, "device": "cpu"}
     assert of_file.items() <= profiles.devices_from(path, autocast=False).items()

@@ -1,5 +1,7 @@
-"""What pages say to try: the commands of docs/tutorial.md run as they stand, the planner says what pages say of it."""
+"""What pages say to try: the commands of docs/tutorial.md run as they stand, the planner says what pages say of it,
+examples/share_prompts.ipynb trains cell by cell."""
 
+import json
 import os
 import re
 import subprocess
@@ -44,3 +46,18 @@ def test_what_the_training_script_cannot_do_is_said_at_once(tmp_path):
     command = [sys.executable, ROOT / "examples" / "train_with_prefix_sharing.py", "--k", "1"]
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert result.returncode == 2 and "--k 1" in result.stderr and "at least 2 completions" in result.stderr
+
+
+@pytest.mark.slow
+def test_the_notebook_trains_and_shares(tmp_path):
+    cells = json.loads((ROOT / "examples" / "share_prompts.ipynb").read_text())["cells"]
+    programs = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    assert "%pip" in programs[0] and not any(
+        "%" in line[:1] for program in programs[1:] for line in program.splitlines()
+    )
+    end = "assert found['shared prompts']['tokens of whole rows for each one'] > 3; plt.savefig('chart.png')"
+    program = "\n".join(["import matplotlib; matplotlib.use('agg')", *programs[1:], end])
+    run = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert "share_prompts: each prompt is computed once for its 8 completions" in run.stdout
+    assert (tmp_path / "chart.png").stat().st_size > 5000

@@ -2,14 +2,13 @@
 
 import json
 import re
-from dataclasses import asdict
 
 import numpy as np
 import pandas as pd
 import pytest
 
-from experiments.config import ROOT
-from experiments.run_record import RunRecord
+from experiments.config import ROOT, resolve
+from tests.test_suite import write_record
 from visualization import create_charts, tables
 from visualization.charts.audit import audit
 from visualization.charts.idea import idea
@@ -21,14 +20,21 @@ from visualization.results import GIB, MARK, MIB, PHASE_COLUMNS, load
 from visualization.tables.__main__ import main as write_tables
 
 REFERENCE = ROOT / "results" / "reference-cpu-2-cores"
+BENCH = pd.read_csv(REFERENCE / "bench.csv")
 
 
-def write_run(machine, arm="classic-baseline", k=2, repeat=0, status="ok", above=GIB, fed=3000, scale="cpu", **more):
+def write_run(machine, arm="classic-baseline", k=2, repeat=0, status="ok", above=GIB, scale="cpu", asked=(), **more):
     """One CPU run: 200 MiB at start; the train phase peaks `above` that, a third over what the sampler saw."""
     start, begin = 200 * MIB, 1_760_000_000.0
-    run_id = f"{arm}_{scale}_k{k}_r{repeat}"
-    folder = machine / run_id
-    folder.mkdir(parents=True)
+    folder = write_record(
+        machine, resolve(arm, k, scale, "cpu", repeat=repeat, **dict(asked)),
+        **dict(
+            status=status, device_name="Test, processor", trl_version="0.21.0", torch_version="2.13.0",
+            transformers_version="5.23.0", prompt_tokens_fed_mean=3000.0, start_bytes=start,
+            peak_resident_bytes=start + above, peak_phase="train", step_seconds=[2.0 * k + repeat],
+            sampler={"achieved_interval_s": 0.05, "peak_missed_bytes": 7 + repeat},
+        ) | more,
+    )  # fmt: skip
     shares = {"load": 1.2, "generate": 0.25, "score": 0.5, "train": 1.0, "optimizer": 0.125}  # of what is above start
     tops = {phase: start + int(share * above) for phase, share in shares.items()}
     phases = [
@@ -40,14 +46,6 @@ def write_run(machine, arm="classic-baseline", k=2, repeat=0, status="ok", above
     levels = [start + int(0.75 * (list(tops.values())[int(at // 10)] - start) * (0.5 + at % 10 / 20)) for at in t]
     samples = pd.DataFrame({"timestamp": begin + t, "elapsed_s": t, "resident_bytes": levels})
     samples.to_csv(folder / "memory.csv", index=False)
-    record = RunRecord(
-        run_id, arm, scale, k, repeat, config={}, commit="0123456789abcdef", status=status, device_kind="cpu",
-        device_name="Test, processor", trl_version="0.21.0", torch_version="2.13.0", transformers_version="5.23.0",
-        prompt_tokens_requested=3000, prompt_tokens_fed_mean=float(fed), completion_tokens=100, batch=k,
-        budget_bytes=4 * GIB, start_bytes=start, peak_resident_bytes=start + above, peak_phase="train",
-        step_seconds=[2.0 * k + repeat], sampler={"achieved_interval_s": 0.05, "peak_missed_bytes": 7 + repeat},
-    )  # fmt: skip
-    (folder / "run.json").write_text(json.dumps(asdict(record) | more))
     return folder
 
 
@@ -107,9 +105,9 @@ def test_a_killed_run_is_an_error_and_its_half_written_line_is_ignored(machine):
 
 
 def test_a_cell_has_no_runs_of_other_settings_than_the_newest_one_that_finished(tmp_path):
-    write_run(tmp_path, repeat=0, fed=512, config={"steps": 1, "seed": 42}, started_at="2026-02-01")
-    write_run(tmp_path, repeat=1, config={"steps": 2, "seed": 43, "repeat": 1}, started_at="2026-01-01")
-    write_run(tmp_path, repeat=2, status="error", config={"steps": 3}, started_at="2026-03-01")
+    write_run(tmp_path, repeat=0, asked={"steps": 1}, prompt_tokens_fed_mean=512.0, started_at="2026-02-01")
+    write_run(tmp_path, repeat=1, asked={"steps": 2}, started_at="2026-01-01")
+    write_run(tmp_path, repeat=2, status="error", asked={"steps": 3}, started_at="2026-03-01")
     results = load(tmp_path).of("cpu")
     cell = results.cells.loc["classic-baseline", 2]
     assert (cell.runs, cell.fed) == (1, 512)
@@ -153,19 +151,23 @@ def test_seconds_that_are_too_far_apart_are_marked_and_compared_with_nothing(ben
     assert f"12.0{MARK} seconds a step" in texts(idea(load(bench)))
 
 
+def rendered(name, rows, folder):
+    """The table of that name, of these rows of the bench."""
+    rows.to_csv(folder / "bench.csv", index=False)
+    return tables.render(name, folder)
+
+
 def test_so_are_those_of_measurements_side_by_side(tmp_path):
-    rows = pd.read_csv(REFERENCE / "bench.csv")
+    rows = BENCH.copy()
     rows.loc[rows.metric.isin(["train_seconds", "generate_seconds"]) & (rows.way != "whole"), "high"] *= 10
-    rows.to_csv(tmp_path / "bench.csv", index=False)
     for name in ("rivals", "families", "worth", "decoding"):
-        text = tables.render(name, tmp_path)
+        text = rendered(name, rows, tmp_path)
         more = text.count(MARK) - tables.render(name, REFERENCE).count(MARK)
         assert more > 2 and "nan" not in text, name
 
 
 @pytest.mark.parametrize("name, ways, said", [
     ("worth", "whole,shared", " x |  |\n"),
-    ("worth", "whole", "| 6.53 |  |  |  |  |\n"),
     ("worth", "whole,shared-micro-2", " x |  |  |\n"),
     ("lengths", "whole,shared", " x |  |  |  |  |\n"),
     ("alike", "shared-all", "| 2,000 + 200, completions 100 | what they begin with once, too | 4,351 | "),
@@ -173,17 +175,13 @@ def test_so_are_those_of_measurements_side_by_side(tmp_path):
     ("kinds", "whole", "| windows of 512 tokens (Gemma 3) |  |  |  |  |  |\n"),
 ])  # fmt: skip
 def test_a_way_that_was_not_measured_is_an_empty_cell(tmp_path, name, ways, said):
-    rows = pd.read_csv(REFERENCE / "bench.csv")
-    rows[rows.way.isin(ways.split(","))].to_csv(tmp_path / "bench.csv", index=False)
-    text = tables.render(name, tmp_path)
+    text = rendered(name, BENCH[BENCH.way.isin(ways.split(","))], tmp_path)
     assert said in text and text.count(MARK) <= tables.render(name, REFERENCE).count(MARK)
 
 
 def test_cells_with_another_k_are_rows_of_their_own_and_each_device_is_named(tmp_path):
-    rows = pd.read_csv(REFERENCE / "bench.csv")
-    more = rows[rows.measurement == "worth"].assign(k=4, device_name="Another")
-    pd.concat([rows, more]).to_csv(tmp_path / "bench.csv", index=False)
-    text = tables.render("worth", tmp_path)
+    more = BENCH[BENCH.measurement == "worth"].assign(k=4, device_name="Another")
+    text = rendered("worth", pd.concat([BENCH, more]), tmp_path)
     assert "| wide | 3,000 | 100 | 4 | 3.65 | " in text and "| wide | 3,000 | 100 | 8 | 6.53 | " in text
     assert "CPU: Another, " in text
 
@@ -199,12 +197,10 @@ def test_cells_with_another_k_are_rows_of_their_own_and_each_device_is_named(tmp
     ("lengths", "whole-2", " x | out of memory: 3/4 | out of memory: 3/4 |\n"),
 ])  # fmt: skip
 def test_a_way_that_failed_says_why_in_its_row(tmp_path, name, lost, said):
-    rows = pd.read_csv(REFERENCE / "bench.csv")
-    mine = (rows.measurement == {"kinds": "families"}.get(name, name)) & (rows.way == lost)
-    failed = rows[mine].drop_duplicates(["model", "prompt_tokens", "completion_tokens", "k"])
+    mine = (BENCH.measurement == {"kinds": "families"}.get(name, name)) & (BENCH.way == lost)
+    failed = BENCH[mine].drop_duplicates(["model", "prompt_tokens", "completion_tokens", "k"])
     failed = failed.assign(metric=None, failure="out of memory: 3|4")
-    pd.concat([rows[~mine], failed]).to_csv(tmp_path / "bench.csv", index=False)
-    assert said in tables.render(name, tmp_path)
+    assert said in rendered(name, pd.concat([BENCH[~mine], failed]), tmp_path)
 
 
 def test_on_a_gpu_the_peak_is_what_the_device_used_and_a_cpu_run_is_never_called_a_gpu_run(tmp_path):

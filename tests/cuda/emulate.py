@@ -122,7 +122,7 @@ class Emulation(TorchDispatchMode):
         is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
         if func in EMPTY or is_view or name == "set_":
             return real
-        if not self.is_wanted(given, tensors_in(real)):
+        if self.values != "all" and any(x.is_floating_point() for x in (*given, *tensors_in(real))):
             self.zero_integers(schema, real)
         elif func in self.known():
             self.known()[func](real, *args, **kwargs)
@@ -135,9 +135,6 @@ class Emulation(TorchDispatchMode):
         from attention_values import VALUES  # which needs `host` and `put`
 
         return VALUES
-
-    def is_wanted(self, given, found) -> bool:
-        return self.values == "all" or not any(x.is_floating_point() for x in (*given, *found))
 
     def zero_integers(self, schema, real) -> None:
         """What follows from numbers that are not there is zero, not what lay there before."""
@@ -192,36 +189,17 @@ class Emulation(TorchDispatchMode):
             self.wait("from pageable memory, async" if later else "from pageable memory")
 
 
-class Counts(ctypes.Structure):
-    """As runtime.cpp has it."""
-
-    _fields_ = [
-        (name, ctypes.c_long)
-        for name in (
-            "launches", "blas", "to_host", "to_device", "on_device", "memset", "waits_stream", "waits_event",
-            "waits_device",
-        )
-    ]  # fmt: skip
-
-
+COUNTED = (  # the fields of runtime.cpp's `Counts`
+    "launches", "blas", "to_host", "to_device", "on_device", "memset", "waits_stream", "waits_event", "waits_device",
+)  # fmt: skip
 library = ctypes.CDLL(None)
-library.emulated_counts.restype = ctypes.POINTER(Counts)
+library.emulated_counts.restype = ctypes.POINTER(ctypes.c_long * len(COUNTED))
+reset = library.emulated_reset
 
 
 def counts() -> dict[str, int]:
     """Since the last `reset`."""
-    found = library.emulated_counts()[0]
-    return {name: getattr(found, name) for name, _ in Counts._fields_}
-
-
-def launches() -> int:
-    """Kernels and products since the last `reset`."""
-    found = counts()
-    return found["launches"] + found["blas"]
-
-
-def reset() -> None:
-    library.emulated_reset()
+    return dict(zip(COUNTED, library.emulated_counts()[0], strict=True))
 
 
 current: Emulation | None = None

@@ -24,11 +24,6 @@ CASES = (
     "shared-parts", "shared-parts-lora", "stock-k8-offload-activations", "shared-k8-offload-activations",
     "shared-k8-offload-reference",
 )  # fmt: skip
-COLUMNS = (
-    "case", "expandable_segments", "phase", "predicted_bytes", "allocated_bytes", "reserved_bytes",
-    "comes_and_goes_bytes", "prompt_tokens", "completion_tokens", "torch_version", "transformers_version",
-    "commit",
-)  # fmt: skip
 SMALLER = TABLE.with_name("smaller_devices.csv")
 COMPLETION = 48  # tokens: each is a step of generation, whose operators are run one by one here
 
@@ -105,11 +100,11 @@ def main(cases: list[str]) -> None:
         rows.sort(key=lambda row: CASES.index(row["case"]))
         TABLE.parent.mkdir(parents=True, exist_ok=True)
         with TABLE.open("w", newline="") as file:
-            writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+            writer = csv.DictWriter(file, found[0], lineterminator="\n")
             writer.writeheader()
             writer.writerows(rows)
         for row in found:
-            sizes = ", ".join(f"{name[:-6]} {int(row[name]) / 2**30:.2f}" for name in COLUMNS[3:7])
+            sizes = ", ".join(f"{name[:-6]} {int(row[name]) / 2**30:.2f}" for name in row if name.endswith("_bytes"))
             print(f"{case}, expandable segments {row['expandable_segments']}, {row['phase']}: {sizes} GiB", flush=True)
 
 

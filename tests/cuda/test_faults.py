@@ -12,6 +12,13 @@ LAUNCH = ("-m", "rloo_memory.launch", "balanced", "--max_steps", 1, "--max_compl
 MODEL = {"MODEL_PATH": "random:tiny-qwen3"}
 
 
+@pytest.fixture(params=["launch", "train"])
+def program(request, tmp_path):
+    """(its name, the words behind `python`) of the launcher, and of a run on the device."""
+    on_device = (*TRAIN, "--device", "cuda", "--results", tmp_path)
+    return request.param, {"launch": LAUNCH, "train": on_device}[request.param]
+
+
 @pytest.fixture
 def without_gcc(tmp_path):
     """A PATH with all but compilers."""
@@ -35,15 +42,11 @@ def refused(result, *parts):
     assert all(part in line for part in parts), line
 
 
-def test_the_launcher_names_the_compiler_that_triton_misses(on_device, tmp_path, without_gcc):
-    result = on_device(*LAUNCH, cwd=tmp_path, emulate="none", **MODEL, **without_gcc)
-    refused(result, "launch: Triton", "gcc", "apt-get install gcc")
+def test_the_compiler_that_triton_misses_is_named(on_device, tmp_path, without_gcc, program):
+    name, words = program
+    result = on_device(*words, cwd=tmp_path, emulate="none", **MODEL, **without_gcc)
+    refused(result, f"{name}: Triton", "gcc", "apt-get install gcc")
     assert "model " not in result.out
-
-
-def test_a_run_names_the_compiler_that_triton_misses(on_device, tmp_path, without_gcc):
-    result = on_device(*TRAIN, "--device", "cuda", "--results", tmp_path, emulate="none", **without_gcc)
-    refused(result, "train: Triton", "gcc", "apt-get install gcc")
 
 
 def test_the_launcher_trains_on_the_cpu_with_a_word_where_the_driver_is_old(on_device, tmp_path):
@@ -59,12 +62,9 @@ def test_a_run_is_measured_on_the_cpu_with_a_word_where_the_driver_is_old(on_dev
     assert result.err.count("driver on your system is too old") == 1
 
 
-@pytest.mark.parametrize(
-    "words, name", [(LAUNCH, "launch"), ((*TRAIN, "--device", "cuda"), "train")], ids=["launch", "train"]
-)
-def test_a_gpu_without_kernels_is_named(on_device, tmp_path, words, name):
-    more = ("--results", tmp_path) if name == "train" else ()
-    result = on_device(*words, *more, cwd=tmp_path, emulate="none", fault="no-kernels", capability=61, **MODEL)
+def test_a_gpu_without_kernels_is_named(on_device, tmp_path, program):
+    name, words = program
+    result = on_device(*words, cwd=tmp_path, emulate="none", fault="no-kernels", capability=61, **MODEL)
     refused(result, f"{name}: Emulated sm_61", "6.1", "no kernel", "sm_80")
 
 

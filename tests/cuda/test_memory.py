@@ -1,12 +1,12 @@
 """What torch's own CUDA allocator counts: cuBLAS's workspaces, the planner's trainings, and what a training leaves."""
 
-import csv
 import json
 
 import device
 import planner
 import pytest
 
+from experiments.record import read_csv
 from rloo_memory.plan.accuracy.reserve import WORKSPACES
 
 
@@ -23,8 +23,8 @@ def test_the_planner_sets_cublas_workspaces_aside(probe, capability, mib):
 def test_the_planner_is_near_the_allocator_as_recorded(case):
     """One of each kind, and one whose attention holds all scores; all are in results/emulated-cuda/planner.csv."""
     found = planner.in_a_process(case, expandable=True)
-    with planner.TABLE.open(newline="") as file:
-        (recorded,) = (x for x in csv.DictReader(file) if x["case"] == case and x["expandable_segments"] == "True")
+    rows = read_csv(planner.TABLE)
+    (recorded,) = (row for row in rows if row["case"] == case and row["expandable_segments"] == "True")
     for name in ("predicted_bytes", "allocated_bytes", "reserved_bytes"):
         assert found[name] == pytest.approx(int(recorded[name]), rel=0.02), name
     within = (found["allocated_bytes"] - WORKSPACES) / found["predicted_bytes"]

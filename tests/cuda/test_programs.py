@@ -1,7 +1,6 @@
 """Programs of the project from their first to their last line on the device: the example, the launcher, a run of an
 arm, one that is out of memory, and the first commands of the program for a GPU."""
 
-import csv
 import json
 import subprocess
 import sys
@@ -9,6 +8,8 @@ import sys
 import device
 import pytest
 from conftest import INTERPRETED
+
+from experiments.record import read_csv
 
 TRAIN = ("-m", "experiments.train", "--k", 2, "--scale", "test", "--device", "cuda", "--machine", "here")
 
@@ -54,8 +55,7 @@ def test_cells_of_the_bench_are_measured_on_the_device(on_device, tmp_path):
     small = ("--models", "tiny-qwen3/ragged", "--cells", "32x4x2", "--ways", "stock,shared-2")
     result = on_device("-m", "experiments.bench", "cells-small", *place, *small, **INTERPRETED)
     assert result.code == 0, result.out[-2000:] + result.err[-3000:]
-    with (tmp_path / "here" / "bench.csv").open(newline="") as file:
-        rows = {(row["way"], row["metric"]): row["median"] for row in csv.DictReader(file)}
+    rows = {(row["way"], row["metric"]): row["median"] for row in read_csv(tmp_path / "here" / "bench.csv")}
     for way in ("stock", "shared-2"):
         sizes = [float(rows[way, f"train_{size}_bytes"]) for size in ("allocated", "reserved", "device")]
         assert 0 < sizes[0] < sizes[1] < sizes[2], (way, sizes)

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,7 +16,9 @@ collect_ignore_glob = [] if find_spec("vllm") else ["test_*.py"]
 
 if find_spec("vllm"):
     sys.path[:0] = [str(HERE), str(HERE.parent / "probes")]
+    import tiny_models
     import vllm_on_cpu
+    from launching import free_port
 
     os.environ.update(vllm_on_cpu.VARIABLES)
 
@@ -31,42 +32,18 @@ def trl():
 
 @pytest.fixture(scope="session")
 def qwen3(tmp_path_factory):
-    import tiny_models
-
     return tiny_models.save_text(tmp_path_factory.mktemp("qwen3"))
 
 
 @pytest.fixture(scope="session")
 def falcon_h1(tmp_path_factory):
-    import tiny_models
-
     mixer = dict(mamba_d_ssm=128, mamba_n_heads=4, mamba_d_head=32, mamba_d_state=32, mamba_n_groups=1)
     return tiny_models.save_text(tmp_path_factory.mktemp("falcon_h1"), "falcon_h1", **mixer)
 
 
 @pytest.fixture(scope="session")
 def gemma3(tmp_path_factory):
-    import tiny_models
-
     return tiny_models.save_gemma3(tmp_path_factory.mktemp("gemma3"))
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-@pytest.fixture
-def settings_of_server():
-    """Settings of a trainer whose completions come from the server at a URL."""
-
-    def settings(url: str) -> dict:
-        # The store of an earlier trainer keeps its port
-        mode = {"vllm_mode": "server", "vllm_server_base_url": url, "vllm_group_port": free_port()}
-        return mode | {"vllm_server_timeout": 60.0, "generation_kwargs": {"seed": 7}}
-
-    return settings
 
 
 @pytest.fixture(scope="module")

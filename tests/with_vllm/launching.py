@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,12 @@ PROFILE = small_profile(
     per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=2, save_strategy="steps", save_steps=2,
     prompt_tokens=48, logging_steps=1, learning_rate=1e-3,
 )  # fmt: skip
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 def start(model: Path, folder: Path, *settings: str) -> subprocess.Popen:

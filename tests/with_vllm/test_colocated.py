@@ -3,6 +3,7 @@
 import pytest
 import vllm_on_cpu
 from comparison import faults
+from launching import check_trained, launch
 from tools import parsed
 from training import CASES, train
 
@@ -13,16 +14,13 @@ COLOCATED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", COLOCATED)
-def test_sharing_trains_the_same(name, qwen3, trl):
-    off, on = (train(CASES[name], sharing, qwen3) for sharing in (False, True))
-    assert not faults(off, on)
+# Falcon H1 has attention and a Mamba-2 state in each layer
+ON_MODELS = [*(("qwen3", name) for name in COLOCATED), ("falcon_h1", "rloo"), ("falcon_h1", "grpo, parts of groups")]
 
 
-@pytest.mark.parametrize("name", ["rloo", "grpo, parts of groups"])
-def test_sharing_trains_the_same_on_a_hybrid(name, falcon_h1, trl):
-    """Attention and a Mamba-2 state in each layer."""
-    off, on = (train(CASES[name], sharing, falcon_h1) for sharing in (False, True))
+@pytest.mark.parametrize("model, name", ON_MODELS)
+def test_sharing_trains_the_same(model, name, request, trl):
+    off, on = (train(CASES[name], sharing, request.getfixturevalue(model)) for sharing in (False, True))
     assert not faults(off, on)
 
 
@@ -57,3 +55,9 @@ def test_sharing_trains_the_same_on_turns_with_tools(qwen3, trl, monkeypatch):
     off, on = (train(CASES["grpo, tools"], sharing, qwen3) for sharing in (False, True))
     assert not faults(off, on)
     assert sum("tool_calls" in message for message in said) > 6
+
+
+def test_the_launcher_trains_with_it(qwen3, tmp_path):
+    code, said = launch(qwen3, tmp_path, "--vllm_mode", "colocate")
+    check_trained(code, said, tmp_path / "out")
+    assert "use_vllm: what vLLM keeps on a CPU comes on top" in said

@@ -8,11 +8,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from unittest import mock
 
+import tiny_gemma3
+import torch
 import vllm_on_cpu
+from datasets import Dataset
+from peft import LoraConfig
 from tools import lookup
+from transformers import AutoProcessor, AutoTokenizer, set_seed
 
-STEPS = 3
-GENERATIONS = 4
+import trl
+from experiments.workload import pictures
+from rloo_memory import data, share_prompts
+from rloo_memory.prefix_sharing.shared_passes import SharedPrefixPasses
 
 
 @dataclass(frozen=True)
@@ -73,7 +80,7 @@ SETTINGS = dict(
     vllm_mode="colocate",
     vllm_gpu_memory_utilization=0.1,
     vllm_max_model_length=512,
-    num_generations=GENERATIONS,
+    num_generations=4,
     per_device_train_batch_size=8,
     gradient_accumulation_steps=1,
     max_completion_length=16,
@@ -82,7 +89,7 @@ SETTINGS = dict(
     lr_scheduler_type="constant",
     optim="sgd",  # Adam would make steps of the rounding of gradients near zero
     beta=0.0,
-    max_steps=STEPS,
+    max_steps=3,
     logging_steps=1,
     report_to="none",
     save_strategy="no",
@@ -103,15 +110,8 @@ def reward(completion_ids, **kwargs) -> list[float]:
 
 def rows(case: Case):
     """Eight prompts of different lengths, or of different images."""
-    from datasets import Dataset
-
-    from experiments.workload import pictures
-    from rloo_memory import data
-
-    if case.images:
-        from tiny_gemma3 import SIDE  # nothing to scale, which TRL and vLLM do in ways of their own
-
-        return pictures.dataset_of(((SIDE, SIDE),), sentences=2, rows=8)
+    if case.images:  # of a size that nothing scales, which TRL and vLLM do in ways of their own
+        return pictures.dataset_of(((tiny_gemma3.SIDE, tiny_gemma3.SIDE),), sentences=2, rows=8)
     text = data.load_documents()[0]
     prompts = [text[1000 * i : 1000 * i + 150 + 37 * i] for i in range(8)]
     if case.tools:
@@ -120,12 +120,6 @@ def rows(case: Case):
 
 
 def trainer_of(case: Case, sharing: bool, model: Path, more: dict):
-    from peft import LoraConfig
-    from transformers import AutoProcessor, AutoTokenizer, set_seed
-
-    import trl
-    from rloo_memory import share_prompts
-
     set_seed(0)
     settings = copy.deepcopy(SETTINGS | case.settings | more)
     if "fsdp" in settings:
@@ -180,8 +174,6 @@ def parameters(trainer) -> dict:
 
 def watch_rollouts(trainer, tokens: list, apart: list) -> None:
     """Notes the tokens of each rollout, and how far vLLM's log-probabilities of them are from the trainer's."""
-    import torch
-
     engine, roll_out, sampled = trainer.vllm_generation, trainer._generate_and_score_completions, []
     engine.logprobs, made = 0, engine.generate  # RLOO asks for none
 
@@ -210,6 +202,4 @@ def watch_rollouts(trainer, tokens: list, apart: list) -> None:
 
 def counted_passes():
     """A mock that notes each forward in which prompts are shared."""
-    from rloo_memory.prefix_sharing.shared_passes import SharedPrefixPasses
-
     return mock.patch.object(SharedPrefixPasses, "forward", autospec=True, side_effect=SharedPrefixPasses.forward)

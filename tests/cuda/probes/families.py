@@ -45,25 +45,19 @@ def spread(model):
     return model
 
 
-def errors_of(name: str, setting: str) -> dict:
+names, setting = sys.argv[1:]
+for name in names.split(","):
     if setting == "images":
         found = {"errors": image_rows.errors_beside_float64(name, WAYS_WITH_IMAGES, device="cuda")}
     else:
         place = spread if setting == "spread" else None
         found = errors_beside_float64(family(name), *PRECISIONS[setting], device="cuda", place=place)
     errors = {way: of_batch for way, (of_batch,) in found["errors"].items()}
-    return {
+    line = {
+        "family": name,
         "whole": errors.pop("whole rows"),
         "ways": errors,
         "generation": found.get("decoded beside whole rows"),
         "unsupported": emulate.current.unsupported,
     }
-
-
-def main(names: str, setting: str) -> None:
-    for name in names.split(","):
-        print(json.dumps({"family": name, **errors_of(name, setting)}), flush=True)
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+    print(json.dumps(line), flush=True)

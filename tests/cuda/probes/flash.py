@@ -6,6 +6,9 @@ from itertools import product
 
 import torch
 
+from rloo_memory.prefix_sharing.attention import kernels_take, shared_prefix_attention
+from rloo_memory.prefix_sharing.kernels import Runs, forward
+
 HEADS = ((8, 8), (8, 2), (6, 1))  # of queries, of keys and values
 LENGTHS = (  # of a prompt, of its completions, of a window, tokens
     (300, (33, 80), None), (129, (1, 1, 1), None), (129, (1,), None), (0, (7, 5), None), (1, (1,), None),
@@ -19,9 +22,6 @@ def empty(batch, heads, tokens, size, dtype):
 
 
 def check(size, heads, key_heads, dtype, prompt, lengths, window) -> None:
-    from rloo_memory.prefix_sharing.attention import kernels_take, shared_prefix_attention
-    from rloo_memory.prefix_sharing.kernels import Runs, forward
-
     tokens = sum(lengths)
     query, key, value = (empty(1, n, tokens, size, dtype) for n in (heads, key_heads, key_heads))
     of_prompt = [empty(1, key_heads, prompt, size, dtype) for _ in range(2)]
@@ -38,16 +38,11 @@ def check(size, heads, key_heads, dtype, prompt, lengths, window) -> None:
     assert out.shape == (8, heads, 1, size) and lse.shape == (8, heads, 1)
 
 
-def main() -> None:
-    cases = list(product(range(8, 264, 8), HEADS, (torch.bfloat16, torch.float16), LENGTHS))
-    failed = {}
-    for size, heads, dtype, lengths in cases:
-        try:
-            check(size, *heads, dtype, *lengths)
-        except Exception as error:
-            failed[f"{size}, {heads}, {dtype}, {lengths}"] = f"{type(error).__name__}: {error}".splitlines()[0]
-    print(json.dumps({"capability": torch.cuda.get_device_capability(), "cases": len(cases), "failed": failed}))
-
-
-if __name__ == "__main__":
-    main()
+cases = list(product(range(8, 264, 8), HEADS, (torch.bfloat16, torch.float16), LENGTHS))
+failed = {}
+for size, heads, dtype, lengths in cases:
+    try:
+        check(size, *heads, dtype, *lengths)
+    except Exception as error:
+        failed[f"{size}, {heads}, {dtype}, {lengths}"] = f"{type(error).__name__}: {error}".splitlines()[0]
+print(json.dumps({"capability": torch.cuda.get_device_capability(), "cases": len(cases), "failed": failed}))

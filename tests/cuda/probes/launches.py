@@ -9,6 +9,12 @@ import json
 
 import emulate
 import torch
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from experiments.fused_head import add_fused_lm_head
+from rloo_memory.prefix_sharing.enabling import enable_prefix_sharing
+from rloo_memory.prefix_sharing.shared_passes import SharedPrefixPasses
+from rloo_memory.prefix_sharing.tree import Prompts, Tree
 
 PROMPT, COMPLETION, K, ROWS = 200, 20, 8, 2  # tokens, tokens, completions, completions a micro-batch
 DEPTHS = (2, 4)
@@ -18,10 +24,6 @@ SHAPE = dict(
 
 
 def model_of(layers: int):
-    from transformers import AutoModelForCausalLM, Qwen3Config
-
-    from experiments.fused_head import add_fused_lm_head
-
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(Qwen3Config(num_hidden_layers=layers, **SHAPE), dtype=torch.bfloat16)
     add_fused_lm_head(model)
@@ -38,9 +40,6 @@ def batch():
 
 def update(model, inputs, rows: int, sharing: bool) -> None:
     """Forward and backward of all completions, `rows` a micro-batch."""
-    from rloo_memory.prefix_sharing.shared_passes import SharedPrefixPasses
-    from rloo_memory.prefix_sharing.tree import Prompts, Tree
-
     prompt_ids, mask = (inputs[name][:, :PROMPT].cpu() for name in ("input_ids", "attention_mask"))
     tree = Tree.of(Prompts.of(prompt_ids, mask), rows_per_backward=rows)
     for first in range(0, K, rows):
@@ -53,8 +52,6 @@ def update(model, inputs, rows: int, sharing: bool) -> None:
 
 def counted(layers: int) -> dict[str, tuple[int, int, list[str]]]:
     """{way: (launches, waits, copies from pageable memory that are meant not to wait)} of an update."""
-    from rloo_memory.prefix_sharing.enabling import enable_prefix_sharing
-
     model, inputs, found = model_of(layers), batch(), {}
     for sharing in (False, True):
         if sharing:
@@ -69,27 +66,22 @@ def counted(layers: int) -> dict[str, tuple[int, int, list[str]]]:
                     update(model, inputs, rows, sharing)
                 way = ["whole rows", "shared"][sharing] + [", together", ", two a micro-batch"][rows < K]
                 way += ", checkpointed" if checkpointing else ""
-                waits = emulate.current.waits
+                waits, counts = emulate.current.waits, emulate.counts()
                 pageable = sorted(place for kind, place in waits if kind == "from pageable memory, async")
-                found[way] = (emulate.launches(), sum(waits.values()), pageable)
+                found[way] = (counts["launches"] + counts["blas"], sum(waits.values()), pageable)
     return found
 
 
-def main() -> None:
-    few, many = map(counted, DEPTHS)
-    rows = {}
-    for way, (launches, waits, pageable) in many.items():
-        layer = (launches - few[way][0]) / (DEPTHS[1] - DEPTHS[0])
-        outside = launches - layer * DEPTHS[1]
-        assert waits == few[way][1], f"{way}: waits in layers"
-        rows[way] = {
-            "launches_a_layer": layer,
-            "launches_outside_layers": outside,
-            "waits": waits,
-            "pageable": pageable,
-        }
-    print(json.dumps(rows))
-
-
-if __name__ == "__main__":
-    main()
+few, many = map(counted, DEPTHS)
+rows = {}
+for way, (launches, waits, pageable) in many.items():
+    layer = (launches - few[way][0]) / (DEPTHS[1] - DEPTHS[0])
+    outside = launches - layer * DEPTHS[1]
+    assert waits == few[way][1], f"{way}: waits in layers"
+    rows[way] = {
+        "launches_a_layer": layer,
+        "launches_outside_layers": outside,
+        "waits": waits,
+        "pageable": pageable,
+    }
+print(json.dumps(rows))
