@@ -78,7 +78,7 @@ class Simulation:
             self.model.eval()  # TRL switches gradient checkpointing off where there is no backward
             self.images.pixel_values = self.images.make()  # of the rollout before
             with self.phase("generate"), torch.no_grad(), self.images.new_rollout():
-                if not self.setup.use_vllm:  # whose share of the device is `rloo_memory.plan.engine`'s
+                if not self.setup.use_vllm:  # whose share of the device `rloo_memory.plan.predict` adds
                     self.generate_shared() if self.shares_prompts else self.generate()
             if not passes:
                 return self.stretches
