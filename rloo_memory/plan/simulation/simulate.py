@@ -24,15 +24,14 @@ from rloo_memory.models import named_config
 from rloo_memory.plan.checkpoint import quantized
 from rloo_memory.plan.images import RolloutImages
 from rloo_memory.plan.simulation.building import build, quantize, weights_not_in_8_bits, with_adapters
-from rloo_memory.plan.simulation.caches import attending, grow, grow_shared
 from rloo_memory.plan.simulation.events import REFERENCE, TOWER, mark
+from rloo_memory.plan.simulation.generating import attending, grow, grow_shared, sample
 from rloo_memory.plan.simulation.heads import HEADS
 from rloo_memory.plan.simulation.live_bytes import LiveBytes
 from rloo_memory.plan.simulation.offloaded import offloaded
 from rloo_memory.plan.simulation.passes import passes_of, tree_of
 from rloo_memory.plan.simulation.recurrent import operators_in_torch
 from rloo_memory.plan.simulation.replaced import pretending
-from rloo_memory.plan.simulation.sampling import sample
 from rloo_memory.plan.simulation.shapes_only import ShapesOnly
 from rloo_memory.plan.simulation.work import Work
 from rloo_memory.prefix_sharing.enabling import enable_prefix_sharing
