@@ -26,9 +26,9 @@ def remarks(setup: Setup, hf_config, calibration=None) -> list[str]:
 
 def of_length(setup: Setup, hf_config) -> str | None:
     """Of more tokens than the model is made for, as with YaRN."""
-    if not beyond_positions(setup, hf_config):
+    if (positions := exceeded_positions(setup, hf_config)) is None:
         return None
-    length, positions = setup.prompt_tokens + setup.max_completion_length, positions_of(hf_config)
+    length = setup.prompt_tokens + setup.max_completion_length
     return f"{length} tokens are more than the {positions} positions of the model's config: see to its rope_parameters"
 
 

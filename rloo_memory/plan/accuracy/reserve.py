@@ -42,10 +42,6 @@ class Room:
         """Whether it fits with what the allocator wastes."""
         return self.needed(phases) <= self.size
 
-    def short(self, phases: Iterable[PredictedPeak]) -> int:
-        """Bytes that the tensors alone are beyond the size; negative where they fit."""
-        return max(phase.total for phase in phases) - self.size
-
 
 def comes_and_goes(phase: PredictedPeak) -> int:
     return max(0, phase.total - sum(phase.kinds.get(kind, 0) for kind in STAYS))

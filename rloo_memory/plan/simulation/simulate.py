@@ -187,7 +187,9 @@ class Simulation:
     def create_optimizer(self) -> None:
         """The optimizer, with the state that it has from the second step on."""
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        kind = "host" if self.setup.optimizer_on_host else "optimizer state"
+        # Paged state is in unified memory, which the driver moves to the host when the GPU is full
+        paged = self.setup.optim.startswith("paged") and self.setup.device == "cuda"
+        kind = "host" if paged else "optimizer state"
         bytes_per_weight = self.setup.optimizer_bytes_per_weight
         with self.memory.of_kind(kind):
             if bytes_per_weight is not None and self.setup.optim != "adafactor":  # they step in place
