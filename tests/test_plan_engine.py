@@ -10,8 +10,9 @@ from experiments.config import ROOT
 from experiments.record import read_csv
 from rloo_memory.errors import ConfigError
 from rloo_memory.models import named_config
-from rloo_memory.plan import doctor, engine
+from rloo_memory.plan import doctor
 from rloo_memory.plan.accuracy.reserve import Room
+from rloo_memory.plan.peaks import VLLM
 from rloo_memory.plan.predict import predict
 from rloo_memory.plan.remarks import remarks
 from rloo_memory.plan.scale_up.extrapolate import phase_peaks
@@ -150,7 +151,7 @@ def test_a_colocated_engine_has_its_share_of_the_device(own, sleeps, phases):
     found = peaks(use_vllm=True, **share)
     more = {name: found[name].total - server[name].total for name in found}
     assert more == {name: 6 * GIB if name in phases else 0 for name in found}
-    assert found["generate"].kinds[engine.KIND] == 6 * GIB
+    assert found["generate"].kinds[VLLM] == 6 * GIB
     # it neither comes nor goes: the allocator wastes nothing of it
     assert Room(0, 0.5).needed([found["generate"]]) == Room(0, 0.5).needed([server["generate"]]) + 6 * GIB
 

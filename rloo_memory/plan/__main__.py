@@ -31,7 +31,7 @@ from rloo_memory.plan.peaks import Prediction
 from rloo_memory.plan.predict import largest_that_fits, predict_all
 from rloo_memory.plan.records import read_run
 from rloo_memory.plan.remarks import remarks
-from rloo_memory.plan.setups import ARM_NAMES, LARGEST, ROUNDED_AWAY, Setup
+from rloo_memory.plan.setups import ARM_NAMES, LARGEST, Setup
 from rloo_memory.plan.trl_settings import from_settings
 from rloo_memory.settings.profiles import load_profile
 from rloo_memory.sizes import GIB
@@ -59,7 +59,7 @@ def fits(prediction: Prediction, room: Room | None) -> str:
     stands for."""
     if room is None:
         return ""
-    if (short := room.short(prediction.phases)) > 0:
+    if (short := prediction.peak.total - room.size) > 0:
         return f"short by {max(short / GIB, 0.01):.2f} GiB"
     sure = room.holds(prediction.phases) and not measured_errors().may_exceed(prediction.peak.total, room.size)
     return "yes" if sure else "just"
@@ -129,8 +129,10 @@ def main(argv: list[str] | None) -> int:
         f"k {setup.num_generations}, {setup.generation_rows} completions generated together, "
         f"{setup.per_device_train_batch_size} a micro-batch, weights on a device {parameters / GIB:.2f} GiB"
     )
-    if setup.rounds_updates_away:
-        print(f"{setup.dtype} weights: {ROUNDED_AWAY}")
+    if not setup.lora_rank and setup.dtype != "float32" and not setup.keeps_float32:
+        print(
+            f"{setup.dtype} weights: most updates of TRL's learning rate, 1e-6, round to nothing; float32 keeps them"
+        )
     if setup.images:
         tokens = " + ".join(f"{length:,}" for length in PromptImages.of(setup.images, hf_config).lengths)
         print(f"{tokens} of the prompt's tokens are its image{'s' if len(setup.images) > 1 else ''}")
@@ -141,13 +143,9 @@ def main(argv: list[str] | None) -> int:
             print(f"The weights alone exceed {taken} by {(parameters - room.size) / GIB:.2f} GiB.")
         print(f"fits: within {taken}; just: by less than the error, or than the allocator's part")
     print(measured_errors().in_words(max(prediction.peak.total for prediction in predictions)))
-    for words in speed.in_words(timed):
-        print(words)
-    for words in smallest.in_words(predictions, hf_config, say) if args.cards else ():
-        print(words)
-    for words in seconds_beside(args.calibration, calibration, timed, say) if calibration else ():
-        print(words)
-    for words in remarks(setup, hf_config, calibration):
+    on_cards = smallest.in_words(predictions, hf_config, say) if args.cards else []
+    beside_run = seconds_beside(args.calibration, calibration, timed, say) if calibration else []
+    for words in speed.in_words(timed) + on_cards + beside_run + remarks(setup, hf_config, calibration):
         print(words)
     for arm in [prediction.arm for prediction in predictions] if args.largest else ():
         print(f"{arm}: looking for the largest {args.largest}")

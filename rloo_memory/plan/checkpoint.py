@@ -21,8 +21,6 @@ from rloo_memory.errors import ConfigError
 from rloo_memory.models import meta_model
 from rloo_memory.sizes import GIB
 
-KNOWN = "bitsandbytes, gptq, awq, fp8 and mxfp4"
-
 
 @dataclass(frozen=True)
 class Quantized:
@@ -87,7 +85,7 @@ def quantized(hf_config, device: str = "cuda") -> Quantized | None:
     if found is None:
         raise ConfigError(
             f"the model's weights are already quantized ({method}), and the planner has no formula for that; known "
-            f"are {KNOWN}"
+            "are bitsandbytes, gptq, awq, fp8 and mxfp4"
         )
     return found
 

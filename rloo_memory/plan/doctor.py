@@ -29,7 +29,7 @@ from rloo_memory.plan.peaks import Prediction
 from rloo_memory.plan.predict import predict_all
 from rloo_memory.plan.records import Run, read_run
 from rloo_memory.plan.remarks import remarks
-from rloo_memory.plan.setups import Setup, check
+from rloo_memory.plan.setups import Setup
 from rloo_memory.plan.trl_settings import by_batch, changes, with_changes
 from rloo_memory.settings.profiles import dump_profile, find_profile, load_profile
 from rloo_memory.sizes import GIB
@@ -122,7 +122,6 @@ class Search:
             if lever is SHARING and self.speeds_up():
                 continue
             try:
-                check(setup, self.hf_config)
                 prediction = self.predict(f"without {lever.name}", setup)
             except ConfigError:
                 continue

@@ -10,14 +10,18 @@ from rloo_memory.plan.setups import Setup, check
 
 @dataclass(frozen=True)
 class Lever:
-    """One change. `apply` returns the changed setup, or the same one where the change does not apply. Where `exact`
-    says so, the training is the same but for what `same` says; `cost` is what it takes, in words or of a setup."""
+    """One change. `apply` returns the changed setup, or the same one where the change does not apply. With words in
+    `same` the training is the same but for these, `only_if` the setup is so; `cost` is what it takes, in words or of a
+    setup."""
 
     name: str
     cost: str | Callable[[Setup], str]
     apply: Callable[[Setup], Setup]
     same: str = ""
-    exact: Callable[[Setup], bool] = lambda setup: False
+    only_if: Callable[[Setup], bool] = lambda setup: True
+
+    def exact(self, setup: Setup) -> bool:
+        return self.same != "" and self.only_if(setup)
 
     def effect(self, setup: Setup) -> str:
         """What the change does to a training as `setup`, in words."""
@@ -67,14 +71,11 @@ def one_completion_a_pass(setup: Setup) -> Setup:
     return setup.arm("stock-accumulate")
 
 
-def quantize(bits: int) -> Callable[[Setup], Setup]:
-    def apply(setup: Setup) -> Setup:
-        if setup.weight_bits <= bits or setup.fp16:  # whose GradScaler takes no gradients of TRL's bfloat16 adapters
-            return setup
-        nested = bits == 4 or setup.nested_scales
-        return replace(lora(setup), weight_bits=bits, nested_scales=nested, dtype="bfloat16")
-
-    return apply
+def quantize(setup: Setup, bits: int) -> Setup:
+    if setup.weight_bits <= bits or setup.fp16:  # whose GradScaler takes no gradients of TRL's bfloat16 adapters
+        return setup
+    nested = bits == 4 or setup.nested_scales
+    return replace(lora(setup), weight_bits=bits, nested_scales=nested, dtype="bfloat16")
 
 
 def lora(setup: Setup) -> Setup:
@@ -108,10 +109,6 @@ def half_of_k(setup: Setup) -> Setup:
     return setup if k < 2 or setup.num_generations % 2 else setup.with_k(k)
 
 
-def always(setup: Setup) -> bool:
-    return True
-
-
 ROUNDING, TRANSFERS = "gradients equal up to rounding", "the same numbers, moved"
 # In the order in which they are tried: what trains the same and costs little comes first
 SHARING = Lever(
@@ -120,10 +117,7 @@ SHARING = Lever(
 )  # fmt: skip
 LEVERS = (
     SHARING,
-    Lever(
-        "gradient_checkpointing", "a second forward", lambda s: replace(s, gradient_checkpointing=True), ROUNDING,
-        always,
-    ),
+    Lever("gradient_checkpointing", "a second forward", lambda s: replace(s, gradient_checkpointing=True), ROUNDING),
     Lever(
         "steps_per_generation", "fewer completions decode together", fewer_at_once,
         "the same policy generates, with other random numbers", rollout_is_in_an_update,
@@ -134,20 +128,16 @@ LEVERS = (
     ),
     Lever(
         "offload_reference", "the reference's weights cross the bus once a rollout",
-        lambda s: s if s.lora_rank or not s.beta else replace(s, offload_reference=True), TRANSFERS, always,
+        lambda s: s if s.lora_rank or not s.beta else replace(s, offload_reference=True), TRANSFERS,
     ),
     Lever(
         "offload_reward", "the reward model's, likewise",
-        lambda s: s if s.reward_model is None else replace(s, offload_reward=True), TRANSFERS, always,
+        lambda s: s if s.reward_model is None else replace(s, offload_reward=True), TRANSFERS,
     ),
-    Lever(
-        "activation_offloading", cost_of_offloading, lambda s: replace(s, activation_offloading=True), TRANSFERS,
-        always,
-    ),
+    Lever("activation_offloading", cost_of_offloading, lambda s: replace(s, activation_offloading=True), TRANSFERS),
     Lever(
         "vllm_enable_sleep_mode", "vLLM's weights are loaded again each rollout",
         lambda s: replace(s, vllm_enable_sleep_mode=True) if s.vllm_bytes else s, "the same numbers, loaded again",
-        always,
     ),
     Lever(
         "prefix_sharing, lora_dropout: 0", "adapters train without dropout",
@@ -158,13 +148,11 @@ LEVERS = (
         lambda s: s if "8bit" in s.optim else replace(s, optim="adamw_bnb_8bit"),
     ),
     Lever("optim: paged_adamw_8bit", "the same, and transfers", lambda s: replace(s, optim="paged_adamw_8bit")),
-    Lever(
-        "beta: 0", "no KL term", lambda s: s if s.lora_rank else replace(s, beta=0.0, offload_reference=False),
-    ),
+    Lever("beta: 0", "no KL term", lambda s: s if s.lora_rank else replace(s, beta=0.0, offload_reference=False)),
     Lever("LoRA, rank 16", "adapters are trained, not the weights", lora),
     Lever("dtype: bfloat16", cost_of_bfloat16, in_bfloat16),
-    Lever("LoRA on 8-bit weights", "the same, and rounded weights", quantize(8)),
-    Lever("LoRA on 4-bit weights", "the same, rounded more", quantize(4)),
+    Lever("LoRA on 8-bit weights", "the same, and rounded weights", lambda s: quantize(s, 8)),
+    Lever("LoRA on 4-bit weights", "the same, rounded more", lambda s: quantize(s, 4)),
     Lever("half of k", "a noisier baseline", half_of_k),
     Lever("half the completion", "longer answers are cut", half_the_completion),
 )  # fmt: skip

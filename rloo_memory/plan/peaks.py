@@ -1,12 +1,13 @@
 """A predicted peak, and the peaks of a training."""
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from rloo_memory.plan.setups import Setup
 from rloo_memory.sizes import GIB
 
 CORRECTION = "correction"  # the kind of a peak that a calibration adds or takes away
+VLLM = "vLLM"  # what it holds on the trainer's device, where it generates in place of transformers
 
 
 @dataclass(frozen=True)
@@ -18,6 +19,9 @@ class PredictedPeak:
     total: int
     kinds: dict[str, int]
     host: int
+
+    def plus(self, kind: str, size: int) -> "PredictedPeak":
+        return replace(self, total=self.total + size, kinds=self.kinds | {kind: size})
 
     def parts(self) -> str:
         """The kinds that are more than half a percent of the peak, largest first, in GiB."""

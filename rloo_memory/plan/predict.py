@@ -16,9 +16,8 @@ from dataclasses import replace
 
 from rloo_memory.errors import ConfigError
 from rloo_memory.installed_trl import need_trl
-from rloo_memory.plan.engine import with_engine
 from rloo_memory.plan.images import PromptImages
-from rloo_memory.plan.peaks import PredictedPeak, Prediction
+from rloo_memory.plan.peaks import VLLM, PredictedPeak, Prediction
 from rloo_memory.plan.ranges import MOST_K
 from rloo_memory.plan.setups import LARGEST, MOST_TOKENS, Setup, check, positions_of
 from rloo_memory.sizes import GIB
@@ -35,8 +34,13 @@ def predict(arm: str, setup: Setup, hf_config, calibration=None) -> Prediction:
 
 
 def prediction(arm: str, setup: Setup, peaks: list[PredictedPeak], calibration) -> Prediction:
-    """From simulated peaks: as a calibration corrects them, with what vLLM takes beside them."""
-    return Prediction(arm, setup, with_engine(setup, calibration.corrected(peaks) if calibration else peaks))
+    """From simulated peaks: as a calibration corrects them, with vLLM's share of the device beside them. Asleep, at
+    TRL's level 2, it keeps no weights and no cache."""
+    peaks = calibration.corrected(peaks) if calibration else peaks
+    if share := setup.vllm_bytes:
+        asleep = {"score", "train", "optimizer"} if setup.vllm_enable_sleep_mode else ()
+        peaks = [peak if peak.phase in asleep else peak.plus(VLLM, share) for peak in peaks]
+    return Prediction(arm, setup, peaks)
 
 
 def predict_all(setups: dict[str, Setup], hf_config, say, calibration=None) -> list[Prediction]:

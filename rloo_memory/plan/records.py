@@ -45,11 +45,9 @@ def read_run(folder: Path) -> Run:
 
 def config_from(values: dict):
     """The transformers config that `to_dict` gave."""
-    from transformers import CONFIG_MAPPING
+    from transformers import AutoConfig
 
-    return CONFIG_MAPPING[values["model_type"]](
-        **{name: value for name, value in values.items() if name != "model_type"}
-    )
+    return AutoConfig.for_model(**values)
 
 
 def memory_record(record: dict) -> Run:

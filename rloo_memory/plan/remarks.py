@@ -1,9 +1,10 @@
 """What a prediction says beside its numbers."""
 
 from rloo_memory.models import meta_model
-from rloo_memory.plan import checkpoint, engine
-from rloo_memory.plan.setups import Setup, beyond_positions, positions_of
+from rloo_memory.plan import checkpoint
+from rloo_memory.plan.setups import Setup, exceeded_positions
 from rloo_memory.plan.simulation import recurrent
+from rloo_memory.sizes import GIB
 
 
 def remarks(setup: Setup, hf_config, calibration=None) -> list[str]:
@@ -18,16 +19,16 @@ def remarks(setup: Setup, hf_config, calibration=None) -> list[str]:
         of_half_precision(setup, hf_config),
         f"ZeRO-{setup.zero_stage}: by formulas that were compared with no training" if setup.zero_stage else None,
         "use_liger_kernel: predicted with PyTorch's layers, not with Liger's" if setup.use_liger_kernel else None,
-        engine.in_words(setup),
+        of_engine(setup),
     )
     return [words for words in said if words]
 
 
 def of_length(setup: Setup, hf_config) -> str | None:
     """Of more tokens than the model is made for, as with YaRN."""
-    if not beyond_positions(setup, hf_config):
+    if (positions := exceeded_positions(setup, hf_config)) is None:
         return None
-    length, positions = setup.prompt_tokens + setup.max_completion_length, positions_of(hf_config)
+    length = setup.prompt_tokens + setup.max_completion_length
     return f"{length} tokens are more than the {positions} positions of the model's config: see to its rope_parameters"
 
 
@@ -54,3 +55,19 @@ def of_half_precision(setup: Setup, hf_config) -> str | None:
                 f"{words[weights]}: true, plan that"
             )
     return None
+
+
+def of_engine(setup: Setup) -> str | None:
+    """What of vLLM or continuous batching is predicted; None where `generate` generates."""
+    if not setup.use_vllm:
+        said = "continuous batching: its cache, most of the memory that is free (max_memory_percent), is not counted"
+        return said if setup.use_transformers_continuous_batching else None
+    if setup.vllm_mode == "server":
+        return "use_vllm: a server generates, on devices of its own, and nothing of it is counted here"
+    share = f"{setup.vllm_gpu_memory_utilization:g} of the device"
+    if setup.device != "cuda":
+        return "use_vllm: what vLLM keeps on a CPU comes on top (VLLM_CPU_KVCACHE_SPACE, GiB, and its weights)"
+    if not setup.vllm_bytes:
+        return f"use_vllm: vLLM's share, {share}, comes on top; --device-memory counts it"
+    when = "while it generates, asleep else" if setup.vllm_enable_sleep_mode else "throughout"
+    return f"use_vllm: vLLM's share, {share}, {setup.vllm_bytes / GIB:.2f} GiB, is in it {when}"

@@ -24,7 +24,6 @@ OPTIMIZERS = {
     "adamw_torch": None, "adamw_torch_fused": None, "adamw_8bit": _8_BIT, "adamw_bnb_8bit": _8_BIT,
     "paged_adamw_8bit": _8_BIT, "paged_adamw_32bit": 8.0, "adafactor": 0.0, "sgd": 0.0,
 }  # fmt: skip
-ROUNDED_AWAY = "most updates of TRL's learning rate, 1e-6, round to nothing; float32 keeps them"
 MOST_TOKENS = 2**27  # of a rollout: their ids are real numbers, also where all else has no values
 
 
@@ -193,11 +192,6 @@ class Setup:
         return f"{what}, beta {self.beta:g}, {self.optim}"
 
     @property
-    def rounds_updates_away(self) -> bool:
-        """Whether weights are trained in half precision, where most updates of TRL's learning rate change nothing."""
-        return not self.lora_rank and self.dtype != "float32" and not self.keeps_float32
-
-    @property
     def uses_passes(self) -> bool:
         return self.prefix_sharing or self.shares_generation or self.tokens_per_forward is not None
 
@@ -210,11 +204,6 @@ class Setup:
     @property
     def optimizer_bytes_per_weight(self) -> float | None:
         return OPTIMIZERS[self.optim]
-
-    @property
-    def optimizer_on_host(self) -> bool:
-        """Paged state is in unified memory, which the driver moves to the host when the GPU is full."""
-        return self.optim.startswith("paged") and self.device == "cuda"
 
     def arm(self, name: str) -> "Setup":
         """The same work done by one of `ARM_NAMES`: the micro-batch in one pass, of this TRL or an older one, row by
@@ -234,10 +223,10 @@ class Setup:
     def shared(self) -> "Setup":
         """In the same micro-batches where these can be parts of a group, else in micro-batches of two. Whole groups in
         passes where parts would hold the gradients of a whole training, or train differently."""
-        k = self.num_generations
+        k, batch = self.num_generations, self.per_device_train_batch_size
         if self.prefix_sharing:
             return self
-        if self.can_split_groups:
+        if batch < k and k % batch == self.rows_per_update % k == self.generation_rows % k == 0:
             return replace(self, prefix_sharing=True)
         if self.is_distributed or self.scaled_by_batch or self.tokens_per_forward:
             return self.with_shared_groups()
@@ -247,12 +236,6 @@ class Setup:
         """Each prompt's completions in one micro-batch, in passes within the token budget, or of two."""
         groups = replace(self.with_rows(self.num_generations), prefix_sharing=True)
         return groups if self.tokens_per_forward else groups.with_passes(2)
-
-    @property
-    def can_split_groups(self) -> bool:
-        k, batch = self.num_generations, self.per_device_train_batch_size
-        whole = not any(rows % k for rows in (self.rows_per_update, self.generation_rows))
-        return batch < k and whole and k % batch == 0
 
     @property
     def has_whole_groups(self) -> bool:
@@ -312,17 +295,17 @@ def positions_of(hf_config) -> int | None:
     return found if isinstance(found, int) and found > 0 else None
 
 
-def beyond_positions(setup: Setup, hf_config) -> bool:
-    """Whether rows are longer than a model is made for."""
+def exceeded_positions(setup: Setup, hf_config) -> int | None:
+    """Of the lengths that a model is made for, where rows are longer."""
     positions = positions_of(hf_config)
-    return positions is not None and setup.prompt_tokens + setup.max_completion_length > positions
+    return positions if positions and setup.prompt_tokens + setup.max_completion_length > positions else None
 
 
 def too_long(setup: Setup, hf_config, called: dict[str, str]) -> str | None:
     """What to say of more tokens than the embedding of positions has; rotary ones go on behind those of the config."""
-    if not beyond_positions(setup, hf_config):
+    if (positions := exceeded_positions(setup, hf_config)) is None:
         return None
-    prompt, completion, positions = setup.prompt_tokens, setup.max_completion_length, positions_of(hf_config)
+    prompt, completion = setup.prompt_tokens, setup.max_completion_length
     embeddings = [module for module in meta_model(hf_config).modules() if type(module).__name__.endswith("Embedding")]
     if not any(0 <= getattr(module, "num_embeddings", 0) - positions <= 2 for module in embeddings):  # OPT has 2 more
         return None
@@ -338,10 +321,10 @@ def share_too_small(setup: Setup, hf_config) -> str | None:
         return None
     share = math.ceil(100 * needed / setup.device_memory) / 100
     remedy = f"set at least {share:.2f}" if share <= 1 else "let a server generate: vllm_mode server"
-    taken = (
-        f"vllm_gpu_memory_utilization {setup.vllm_gpu_memory_utilization:g} is {setup.vllm_bytes / GIB:.2f} GiB here"
+    return (
+        f"vllm_gpu_memory_utilization {setup.vllm_gpu_memory_utilization:g} is {setup.vllm_bytes / GIB:.2f} GiB here, "
+        f"and vLLM's weights alone are {needed / GIB:.2f}; {remedy}"
     )
-    return f"{taken}, and vLLM's weights alone are {needed / GIB:.2f}; {remedy}"
 
 
 def check(setup: Setup, hf_config, called: dict[str, str] | None = None) -> None:

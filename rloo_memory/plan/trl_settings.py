@@ -7,6 +7,7 @@ setup gives the settings that changed, and nothing else.
 import functools
 from dataclasses import fields, replace
 
+from rloo_memory.installed_trl import need_trl
 from rloo_memory.models import is_model
 from rloo_memory.plan.checkpoint import quantized
 from rloo_memory.plan.setups import SAME_NAME, Setup
@@ -32,8 +33,6 @@ def config_class(config) -> type | None:
 @functools.cache
 def defaults(algorithm: str) -> dict:
     """TRL's own and the launcher's, by name, for "rloo" or "grpo"."""
-    from rloo_memory.installed_trl import need_trl
-
     need_trl()
     from rloo_memory.settings.arguments import LaunchArguments
     from rloo_memory.settings.trl_parser import TRAINERS

@@ -1,7 +1,7 @@
 """What one run measured on its machine, as a correction of what is predicted: a factor a phase."""
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from rloo_memory.errors import ConfigError
@@ -20,13 +20,12 @@ class Calibration:
     seconds: dict[str, float]
 
     def corrected(self, peaks: list[PredictedPeak]) -> list[PredictedPeak]:
-        corrected = []
-        for peak in peaks:
-            if peak.phase in self.factors:
-                total = round(peak.total * self.factors[peak.phase])
-                peak = replace(peak, total=total, kinds=peak.kinds | {CORRECTION: total - peak.total})
-            corrected.append(peak)
-        return corrected
+        return [
+            peak.plus(CORRECTION, round(peak.total * self.factors[peak.phase]) - peak.total)
+            if peak.phase in self.factors
+            else peak
+            for peak in peaks
+        ]
 
     def in_words(self) -> str:
         factors = ", ".join(f"{phase} x {factor:.2f}" for phase, factor in self.factors.items())

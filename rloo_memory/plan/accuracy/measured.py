@@ -23,17 +23,14 @@ class MeasuredErrors:
     trainings: int
     devices: str
 
-    def range_of(self, size: int) -> tuple[int, int]:
-        """The smallest and the largest size that a predicted one can mean, in bytes, by these errors."""
-        return round(size * self.low), round(size * self.high)
-
     def may_exceed(self, size: int, limit: int) -> bool:
-        return self.range_of(size)[1] > limit
+        """Whether more than the limit was measured where as much was predicted, by these errors."""
+        return round(size * self.high) > limit
 
     def in_words(self, size: int) -> str:
-        low, high = (x / GIB for x in self.range_of(size))
+        gib = size / GIB
         return (
-            f"{size / GIB:.2f} GiB stands for {low:.2f} to {high:.2f}: {self.peaks} measured peaks of "
+            f"{gib:.2f} GiB stands for {gib * self.low:.2f} to {gib * self.high:.2f}: {self.peaks} measured peaks of "
             f"{self.trainings} small trainings on a {self.devices} were {self.low:.2f} to {self.high:.2f} of the "
             "predicted ones"
         )

@@ -8,8 +8,7 @@ gradients nor moments. When the device is full torch gives back what it can, so 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from rloo_memory.plan import engine
-from rloo_memory.plan.peaks import PredictedPeak
+from rloo_memory.plan.peaks import VLLM, PredictedPeak
 from rloo_memory.sizes import GIB
 
 CONTEXT = round(0.2 * GIB)
@@ -18,7 +17,7 @@ CONTEXT = round(0.2 * GIB)
 WORKSPACES = 64 * 2**20
 OUTSIDE = CONTEXT + WORKSPACES
 LIBRARIES = round(0.8 * GIB)  # on a CPU: Python, torch and others, assumed
-STAYS = ("parameters", "reference", "reward model", "gradients", "optimizer state", engine.KIND)
+STAYS = ("parameters", "reference", "reward model", "gradients", "optimizer state", VLLM)
 # Of what comes and goes: the median of 15 published trainings. With expandable segments from torch's allocator on an
 # emulated device (docs/measuring.md): a training that ran out of memory with 0.14 to spare trained with 0.27
 FIXED, EXPANDABLE = 0.33, 0.25
@@ -42,10 +41,6 @@ class Room:
     def holds(self, phases: Iterable[PredictedPeak]) -> bool:
         """Whether it fits with what the allocator wastes."""
         return self.needed(phases) <= self.size
-
-    def short(self, phases: Iterable[PredictedPeak]) -> int:
-        """Bytes that the tensors alone are beyond the size; negative where they fit."""
-        return max(phase.total for phase in phases) - self.size
 
 
 def comes_and_goes(phase: PredictedPeak) -> int:

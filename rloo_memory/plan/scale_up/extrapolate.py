@@ -39,17 +39,12 @@ def simulations(setup, hf_config) -> list[tuple]:
     setups = [(setup, True)]
     if more:  # generation has no passes
         setups = [(setup.with_k(few), True), (setup.with_k(more), True), (setup, False)]
-    rounds = Rounds.of(hf_config, layers_that_tell(setup, hf_config))
+    # Where the first layers get features of the tower (Qwen3-VL), there must be some behind them
+    of_images = hf_config.vision_config if setup.images else None
+    with_features = len(getattr(of_images, "deepstack_visual_indexes", None) or ())
+    rounds = Rounds.of(hf_config, max(7 if setup.activation_offloading else 3, with_features + 2))
     configs = [with_layers(hf_config, count) for count in (rounds.few, rounds.more)] if rounds else [hf_config]
     return [(each, config, passes) for each, passes in setups for config in configs]
-
-
-def layers_that_tell(setup, hf_config) -> int:
-    """The fewest layers that a simulation needs to stand for more. Where the first ones get features of the tower
-    (Qwen3-VL), some behind them."""
-    of_images = hf_config.vision_config if setup.images else None
-    first = len(getattr(of_images, "deepstack_visual_indexes", None) or ())
-    return max(7 if setup.activation_offloading else 3, first + 2)
 
 
 # What `Simulation.run` gives, and the `Work` of its phases
@@ -204,8 +199,7 @@ def extended(few: dict, more: dict, stands_for: dict[tuple, int | None], x: floa
     for (phase, event, layer, visit), source in stands_for.items():
         names = of_few[phase, event, source, visit], of_more[phase, event, layer, visit]
         for one, other in same_allocations(*names):
-            kinds = few[phase, one, source, visit], more[phase, other, layer, visit]
-            sizes = along_line(*kinds, x)
+            sizes = along_line(few[phase, one, source, visit], more[phase, other, layer, visit], x)
             stretches[phase, one, layer, visit] = {kind: round(size) for kind, size in sizes.items()}
     return stretches
 
@@ -213,8 +207,8 @@ def extended(few: dict, more: dict, stands_for: dict[tuple, int | None], x: floa
 def behind_events(stretches: dict) -> dict[tuple, list[str]]:
     """For each (phase, event, layer, visit), its own name and those of the allocations behind it, in their order."""
     names: dict[tuple, list[str]] = {}
-    for phase, name, layer, visit in stretches:
-        names.setdefault((phase, event_of(name), layer, visit), []).append(name)
+    for place in stretches:
+        names.setdefault(of_event(place), []).append(place[1])
     return names
 
 

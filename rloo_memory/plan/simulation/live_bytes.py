@@ -58,8 +58,8 @@ class LiveBytes(TorchDispatchMode):
         self.live: Counter[str] = Counter()
         self.total = self.peak = 0
         self.at_peak: dict[str, int] = {}
-        self.sizes: dict[int, tuple[str, int]] = {}  # storage -> (kind, bytes)
-        self.freed: dict[int, weakref.ref] = {}  # keep the callbacks alive
+        # storage -> (kind, bytes, what keeps the callback alive)
+        self.sizes: dict[int, tuple[str, int, weakref.ref]] = {}
         self.added = lambda operation: None  # called with the last operation when a storage was added
         self.operation = None  # the last one
 
@@ -78,14 +78,10 @@ class LiveBytes(TorchDispatchMode):
                 self.add(leaf, "gradients" if backward and leaf.shape in self.weight_shapes else self.kind)
 
     def add(self, tensor: torch.Tensor, kind: str) -> None:
-        """Count the tensor's storage, once, until it is freed."""
+        """Count the tensor's storage, which is not counted yet, until it is freed."""
         storage = tensor.untyped_storage()
-        key = storage._cdata
-        if key in self.sizes:
-            return
-        size = storage.nbytes()
-        self.sizes[key] = (kind, size)
-        self.freed[key] = weakref.ref(storage, lambda _: self.remove(key))
+        key, size = storage._cdata, storage.nbytes()
+        self.sizes[key] = (kind, size, weakref.ref(storage, lambda _: self.remove(key)))
         self.live[kind] += size
         self.total += size if kind != "host" else 0
         most_on_host = max(self.at_peak.get("host", 0), self.live["host"])
@@ -97,8 +93,7 @@ class LiveBytes(TorchDispatchMode):
     def remove(self, key: int) -> None:
         """Stop counting a storage: it was freed, or it left the device."""
         if key in self.sizes:
-            kind, size = self.sizes.pop(key)
-            self.freed.pop(key)
+            kind, size, _ = self.sizes.pop(key)
             self.live[kind] -= size
             self.total -= size if kind != "host" else 0
 

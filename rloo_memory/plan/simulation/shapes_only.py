@@ -69,10 +69,7 @@ class ShapesOnly(TorchDispatchMode):
         if func is INDEX:
             args = (args[0], _places(args[1]))
         key, tensors = [func], []
-        _describe(args, key, tensors)
-        for name, value in kwargs.items():
-            key.append(name)
-            _describe((value,), key, tensors)
+        _describe((*args, *kwargs.items()), key, tensors)
         if not tensors:  # one that creates, in the dtype that is the default now
             key.append(torch.get_default_dtype())
         if not (any(map(_has_no_values, tensors)) if tensors else self.creating) or func.is_view:
@@ -161,11 +158,10 @@ def _written(func, args: tuple, kwargs: dict):
     """What an operation in place gives back: the tensors that it writes to."""
     names = [argument.name for argument in func._schema.arguments]
     given = dict(zip(names, args, strict=False)) | kwargs
-    written = [a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    written = [given[a.name] for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
     results = func._schema.returns
     if not results:
         return None
     if len(results) != len(written):
         raise NotImplementedError(f"{func}: an operation in place that also gives new tensors")
-    written = tuple(given[name] for name in written)
-    return written[0] if len(results) == 1 else written
+    return written[0] if len(results) == 1 else tuple(written)

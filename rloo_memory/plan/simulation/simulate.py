@@ -24,15 +24,14 @@ from rloo_memory.models import named_config
 from rloo_memory.plan.checkpoint import quantized
 from rloo_memory.plan.images import RolloutImages
 from rloo_memory.plan.simulation.building import build, quantize, weights_not_in_8_bits, with_adapters
-from rloo_memory.plan.simulation.caches import attending, grow, grow_shared
 from rloo_memory.plan.simulation.events import REFERENCE, TOWER, mark
+from rloo_memory.plan.simulation.generating import attending, grow, grow_shared, sample
 from rloo_memory.plan.simulation.heads import HEADS
 from rloo_memory.plan.simulation.live_bytes import LiveBytes
 from rloo_memory.plan.simulation.offloaded import offloaded
 from rloo_memory.plan.simulation.passes import passes_of, tree_of
 from rloo_memory.plan.simulation.recurrent import operators_in_torch
 from rloo_memory.plan.simulation.replaced import pretending
-from rloo_memory.plan.simulation.sampling import sample
 from rloo_memory.plan.simulation.shapes_only import ShapesOnly
 from rloo_memory.plan.simulation.work import Work
 from rloo_memory.prefix_sharing.enabling import enable_prefix_sharing
@@ -78,7 +77,7 @@ class Simulation:
             self.model.eval()  # TRL switches gradient checkpointing off where there is no backward
             self.images.pixel_values = self.images.make()  # of the rollout before
             with self.phase("generate"), torch.no_grad(), self.images.new_rollout():
-                if not self.setup.use_vllm:  # whose share of the device is `rloo_memory.plan.engine`'s
+                if not self.setup.use_vllm:  # whose share of the device `rloo_memory.plan.predict` adds
                     self.generate_shared() if self.shares_prompts else self.generate()
             if not passes:
                 return self.stretches
@@ -188,7 +187,9 @@ class Simulation:
     def create_optimizer(self) -> None:
         """The optimizer, with the state that it has from the second step on."""
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        kind = "host" if self.setup.optimizer_on_host else "optimizer state"
+        # Paged state is in unified memory, which the driver moves to the host when the GPU is full
+        paged = self.setup.optim.startswith("paged") and self.setup.device == "cuda"
+        kind = "host" if paged else "optimizer state"
         bytes_per_weight = self.setup.optimizer_bytes_per_weight
         with self.memory.of_kind(kind):
             if bytes_per_weight is not None and self.setup.optim != "adafactor":  # they step in place

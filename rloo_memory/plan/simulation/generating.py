@@ -1,5 +1,8 @@
-"""Caches of a simulation, brought from what the prompts left to what they hold before the last token."""
+"""Generation in a simulation: caches, brought from what the prompts left to what they hold before the last token, and
+the tensors of transformers' `_sample`."""
 
+import torch
+from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 from transformers.cache_utils import Cache, DynamicLayer
 
 
@@ -37,3 +40,18 @@ def grow_shared(cache: Cache, prefix: int, steps: int, window_of, event) -> None
             filled = min(layer.own[0].shape[2] - layer.num_kept, steps - 1 - layer.num_steps)
             layer.num_steps += filled
             layer.num_kept += filled
+
+
+def sample(logits: torch.Tensor, setup) -> None:
+    """Choose a token of each row from the last of `logits`, in float32. What is there of the token before stays until
+    there is another: its probabilities, and its scores where these are no logits."""
+    warpers: list = [TemperatureLogitsWarper(float(setup.temperature))] if setup.temperature != 1 else []
+    warpers += [TopKLogitsWarper(setup.top_k)] if setup.top_k else []
+    warpers += [TopPLogitsWarper(setup.top_p)] if setup.top_p < 1 else []
+    warpers += [MinPLogitsWarper(setup.min_p)] if setup.min_p is not None else []
+    scores = last = logits[:, -1, :].to(torch.float32, copy=True)
+    before = [torch.empty_like(last) for _ in range(2 if warpers else 1)]
+    for warper in warpers:
+        scores = warper(None, scores)
+    del before[1:]
+    torch.nn.functional.softmax(scores, dim=-1)
