@@ -200,3 +200,18 @@ def test_planning_takes_no_memory_for_the_masks_of_long_prompts():
     peaks = extrapolate.phase_peaks(setup, config)
     assert high_water.read()[2] - before < GIB
     assert max(peak.total for peak in peaks) > 2 * setup.prompt_tokens**2, "masks are counted"
+
+
+THREADS = """
+import torch
+from rloo_memory.plan.__main__ import main
+torch.set_num_threads(2)
+(torch.ones(3000, 3000) * 2).sum()
+main("--model tiny-qwen3 --prompt 3000 --completion 64 --k 8 --arms shared".split())
+"""
+
+
+@pytest.mark.slow
+def test_a_process_that_has_computed_on_threads_predicts():
+    """The processes that it forks have none of them, and waited for them for ever."""
+    subprocess.run([sys.executable, "-c", THREADS], cwd=ROOT, check=True, timeout=100, stdout=subprocess.DEVNULL)

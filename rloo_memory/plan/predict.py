@@ -60,13 +60,16 @@ def predict_all(setups: dict[str, Setup], hf_config, say, calibration=None) -> l
     if not setups:
         return []
     need_trl()
+    import torch
     import trl.trainer.rloo_trainer  # noqa: F401  once, not in each process
 
     from rloo_memory.plan.scale_up import extrapolate
 
     tasks = {label: extrapolate.simulations(setup, hf_config) for label, setup in setups.items()}
     number, start, found = sum(map(len, tasks.values())), time.monotonic(), {}
-    with ProcessPoolExecutor(min(number, os.cpu_count() or 1), multiprocessing.get_context("fork")) as pool:
+    # Of the threads that this one has computed with, a forked process has none, and would wait for them
+    alone = {"initializer": torch.set_num_threads, "initargs": (1,)}
+    with ProcessPoolExecutor(min(number, os.cpu_count() or 1), multiprocessing.get_context("fork"), **alone) as pool:
         # Those that take longest, of shared prompts, come last: they are begun first
         futures = {
             label: [pool.submit(extrapolate.simulate, *task) for task in reversed(tasks[label])]
