@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from unittest import mock
 
-import tiny_gemma3
 import torch
 import vllm_on_cpu
 from datasets import Dataset
@@ -20,6 +19,7 @@ import trl
 from experiments.workload import pictures
 from rloo_memory import data, share_prompts
 from rloo_memory.prefix_sharing.shared_passes import SharedPrefixPasses
+from tests.tiny_gemma3 import SIDE
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def reward(completion_ids, **kwargs) -> list[float]:
 def rows(case: Case):
     """Eight prompts of different lengths, or of different images."""
     if case.images:  # of a size that nothing scales, which TRL and vLLM do in ways of their own
-        return pictures.dataset_of(((tiny_gemma3.SIDE, tiny_gemma3.SIDE),), sentences=2, rows=8)
+        return pictures.dataset_of(((SIDE, SIDE),), sentences=2, rows=8)
     text = data.load_documents()[0]
     prompts = [text[1000 * i : 1000 * i + 150 + 37 * i] for i in range(8)]
     if case.tools:
