@@ -270,7 +270,7 @@ class _Forward:
             raise ValueError(
                 f"Layers {missing} of {type(self.backbone).__name__} did not pass their keys and values to "
                 "`transformers.AttentionInterface`, or their states to the cache that they were called with, so its "
-                "prompts cannot be shared. Set `prefix_sharing=False`."
+                "prompts cannot be shared."
             )
         unshard_in_backward(self.backbone, node.slots)
         self.nodes[branch] = node
