@@ -19,6 +19,7 @@ from .probe import (
     PROBE_COMMON_LENGTH,
     PROBE_PREFIX_LENGTH,
     WholeRowsError,
+    attends_to_later_tokens,
     can_be_tried,
     counts_positions,
     error_of_passes,
@@ -163,6 +164,8 @@ def _check_layers(model: PreTrainedModel, mixers: list[nn.Module]) -> None:
             "its rotary embedding (dynamic) depends on the length of the whole sequence, and on earlier ones, so the "
             "prompt alone does not have the keys of the full sequence.",
         )
+    if name := attends_to_later_tokens(model):
+        raise CannotShare(model, f"{name} attends to later tokens, so a prompt depends on its completion.")
 
 
 def _check_version(model: PreTrainedModel) -> None:

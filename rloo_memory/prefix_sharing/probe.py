@@ -145,6 +145,14 @@ def _in_eager(model: PreTrainedModel) -> Iterator[None]:
         yield
 
 
+def attends_to_later_tokens(model: PreTrainedModel) -> str:
+    """The class of attention in the text part of a model if none of it is causal, which small weights would hide."""
+    of_text = type(model.config.get_text_config())
+    modules = [x for x in model.base_model.modules() if isinstance(getattr(x, "config", None), of_text)]
+    attending = [module for module in modules if hasattr(module, "is_causal")]
+    return type(attending[0]).__name__ if attending and not any(x.is_causal for x in attending) else ""
+
+
 def can_be_tried(model: nn.Module) -> bool:
     """Whether all weights are here: FSDP2 may have divided them, and other processes, or disks, may have them."""
     return not any(param.is_meta or isinstance(param, DTensor) for param in model.parameters())

@@ -26,7 +26,7 @@ from .passes import (
     split_by_tokens,
     to_device,
 )
-from .probe import PROBE_PREFIX_LENGTH, can_be_tried, error_of_passes
+from .probe import PROBE_PREFIX_LENGTH, attends_to_later_tokens, can_be_tried, error_of_passes
 from .tree import Tree
 
 # Tokens of whole rows, padding included, for each token with shared prompts, from which on sharing takes less time.
@@ -144,6 +144,8 @@ def check_whole_rows(model: PreTrainedModel) -> None:
 
     if any("dynamic" in x.get("rope_type", "") for x in rope_parameters(model.config)):
         refuse("its rotary embedding (dynamic) depends on the longest row that goes with a row")
+    if name := attends_to_later_tokens(model):
+        refuse(f"{name} attends to later tokens, of which passes leave out the padding")
     for tokens_per_forward in (1, None) if can_be_tried(model) else ():  # by themselves, and padded to one length
         error = error_of_passes(model, TokenBudgetPasses(PROBE_PREFIX_LENGTH, tokens_per_forward))
         if error != 0:  # not a number, too

@@ -31,6 +31,7 @@ REFUSED = [
     ("llama4_text", {}, ["Llama4ForCausalLM", "chunked_attention", "prefix_sharing=False"]),
     ("llama", {"attention_dropout": 0.1}, ["self_attn` is 0.1", "disable_dropout=True"]),
     ("gpt2", {"embd_pdrop": 0.1}, ["transformer.drop", "0.1"]),
+    ("bert", {}, ["BertSelfAttention attends to later tokens"]),  # which small weights hardly show
     # Noise that is no dropout layer's
     ("starcoder2", {"residual_dropout": 0.1}, ["self_attn` is 0.1", "disable_dropout=True"]),
     ("mixtral", {"router_jitter_noise": 0.1}, ["MixtralForCausalLM", "differ", "noise"]),
@@ -99,6 +100,8 @@ class TestPrefixSharingChecks:
     def test_whole_rows_that_are_refused(self):
         with pytest.raises(ValueError, match="OPTForCausalLM.* differ.*per_device_train_batch_size"):
             check_whole_rows(build(family("opt")))
+        with pytest.raises(ValueError, match="BertLMHeadModel.* BertSelfAttention attends to later tokens"):
+            check_whole_rows(build(family("bert")))
         with pytest.raises(ValueError, match="dynamic.*per_device_train_batch_size"):
             check_whole_rows(build(family("llama", **DYNAMIC)))
         check_whole_rows(build(family("stablelm")))  # rows that share nothing can
