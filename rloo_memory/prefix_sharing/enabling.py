@@ -9,12 +9,12 @@ import transformers
 from accelerate.utils import is_peft_model
 from packaging.version import Version
 from torch import nn
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from .hooks import hooks_of
 from .lm_head import causal_lm_of
 from .nodes import Node
-from .passes import PassesOutput, rope_parameters
+from .passes import PassesOutput, rope_parameters, text_configs
 from .probe import (
     PROBE_COMMON_LENGTH,
     PROBE_PREFIX_LENGTH,
@@ -43,12 +43,7 @@ class _Route:
     """What of a model attends to a shared prefix."""
 
     def __init__(self, model: PreTrainedModel):
-        # Of a multimodal model, those of the text part: towers keep theirs. Copies of layers can have copies of them
-        text_config = model.config.get_text_config()
-        configs = [getattr(module, "config", None) for module in model.modules()]
-        distinct = {id(x): x for x in configs if isinstance(x, PretrainedConfig)}.values()
-        # See [`~prefix_sharing.routing.running`]
-        self.configs = [x for x in distinct if type(x) is type(text_config) or x.get_text_config() is text_config]
+        self.configs = text_configs(model)  # see [`~prefix_sharing.routing.running`]
         self.in_training = True  # what it is tried for
         # Also between prompts, of what they begin with; None where it could not be tried
         self.shares_starts: bool | None = False

@@ -21,8 +21,10 @@ def unshard_in_backward(backbone: nn.Module, slots: dict[tuple, torch.Tensor]) -
     when the gradient of its output arrives, and the output of the last layer is not used, only what it left in
     `slots`.
     """
-    last_idx = max(layer_idx for layer_idx, *_ in slots if layer_idx is not None)
     units = [unit for unit in backbone.modules() if isinstance(unit, FSDPModule)]
+    if not units:
+        return
+    last_idx = max(layer_idx for layer_idx, *_ in slots if layer_idx is not None)
     last = [unit for unit in units if any(getattr(m, "layer_idx", None) == last_idx for m in unit.modules())]
 
     def reshard():
@@ -37,7 +39,7 @@ def unshard_in_backward(backbone: nn.Module, slots: dict[tuple, torch.Tensor]) -
         torch.autograd.Variable._execution_engine.queue_callback(reshard)
 
     for (layer_idx, *_), states in slots.items():
-        if units and layer_idx == last_idx and states.requires_grad:
+        if layer_idx == last_idx and states.requires_grad:
             states.register_hook(unshard)
 
 

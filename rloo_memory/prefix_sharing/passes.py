@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from .fsdp2 import is_sharded
@@ -204,6 +204,14 @@ def rope_parameters(config: PretrainedConfig) -> list[dict]:
     """Parameters of each rotary embedding of a model: one for all layers, or one for each type of layer."""
     parameters = getattr(config.get_text_config(), "rope_parameters", None) or {}
     return list(parameters.values()) if all(isinstance(x, dict) for x in parameters.values()) else [parameters]
+
+
+def text_configs(model: PreTrainedModel) -> list[PretrainedConfig]:
+    """Those of the text part of a model: towers have others. Copies of layers can have copies of them."""
+    text_config = model.config.get_text_config()
+    configs = [getattr(module, "config", None) for module in model.modules()]
+    distinct = {id(x): x for x in configs if isinstance(x, PretrainedConfig)}.values()
+    return [x for x in distinct if type(x) is type(text_config) or x.get_text_config() is text_config]
 
 
 def position_shift(config: PretrainedConfig, length: int) -> int:

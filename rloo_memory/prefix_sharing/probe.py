@@ -12,6 +12,8 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
+from .passes import text_configs
+
 # Two rows of nine tokens are the fewest that have all there is to get wrong: a prompt of more than one token that both
 # share, left padding before it, completions of more than one token, and right padding behind one of them
 PROBE_ROWS, PROBE_LENGTH, PROBE_PREFIX_LENGTH = 2, 9, 6
@@ -147,9 +149,9 @@ def _in_eager(model: PreTrainedModel) -> Iterator[None]:
 
 def attends_to_later_tokens(model: PreTrainedModel) -> str:
     """The class of attention in the text part of a model if none of it is causal, which small weights would hide."""
-    of_text = type(model.config.get_text_config())
-    modules = [x for x in model.base_model.modules() if isinstance(getattr(x, "config", None), of_text)]
-    attending = [module for module in modules if hasattr(module, "is_causal")]
+    configs, modules = text_configs(model), model.base_model.modules()
+    of_text = (module for module in modules if any(getattr(module, "config", None) is x for x in configs))
+    attending = [module for module in of_text if hasattr(module, "is_causal")]
     return type(attending[0]).__name__ if attending and not any(x.is_causal for x in attending) else ""
 
 
