@@ -5,6 +5,7 @@ Per phase, torch's own counters (CUDA) or the kernel's high-water mark of reside
 the sampler's file shows the course in between.
 """
 
+import contextlib
 import csv
 import itertools
 import time
@@ -92,7 +93,7 @@ class PhaseRecorder:
         self.rollout_starts: list[float] = []
         self.outside_pool_bytes = 0  # CUDA: what the device holds besides torch's pool
         self.grad_norms: dict[int, list[float]] = {}  # step -> norm before each optimizer step
-        self.undo: list[Callable[[], None]] = []  # take back what marks the phases
+        self.marks = contextlib.ExitStack()  # what takes back what marks the phases
         if go_on := go_on and path.exists():
             with path.open(newline="") as file:
                 self.step = max((int(row["step"]) for row in csv.DictReader(file)), default=0)
@@ -155,15 +156,14 @@ class PhaseRecorder:
         self.mark(policy, "generate", lengths)
         # A shared prompt goes past the PEFT model's forward. What goes through both only enters its phase again
         models = [policy, policy.get_base_model()] if is_peft_model(policy) else [policy]
-        handles = [model.register_forward_pre_hook(before_forward) for model in models]
-        handles.append(optimizer.register_step_pre_hook(before_optimizer))
-        handles.append(optimizer.register_step_post_hook(lambda *args: self.enter("train")))
-        self.undo += [handle.remove for handle in handles]
+        for model in models:
+            self.marks.enter_context(model.register_forward_pre_hook(before_forward))
+        self.marks.enter_context(optimizer.register_step_pre_hook(before_optimizer))
+        self.marks.enter_context(optimizer.register_step_post_hook(lambda *args: self.enter("train")))
 
     def detach(self) -> None:
         """Mark no phases any more."""
-        while self.undo:
-            self.undo.pop()()
+        self.marks.close()
 
     def mark(self, owner, name: str, lengths) -> None:
         """`owner.name` generates completions. `lengths`, called as it is, gives the tokens of each prompt."""
@@ -187,7 +187,7 @@ class PhaseRecorder:
                 put_back(owner, name, before)
 
         setattr(owner, name, marked)
-        self.undo.append(unmark)
+        self.marks.callback(unmark)
 
     def reset_at_next_forward(self) -> None:
         """Count the phase's peak from there on: until it returns itself, who called a marked function holds the cache
