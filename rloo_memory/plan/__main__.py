@@ -143,9 +143,13 @@ def main(argv: list[str] | None) -> int:
             print(f"The weights alone exceed {taken} by {(parameters - room.size) / GIB:.2f} GiB.")
         print(f"fits: within {taken}; just: by less than the error, or than the allocator's part")
     print(measured_errors().in_words(max(prediction.peak.total for prediction in predictions)))
-    on_cards = smallest.in_words(predictions, hf_config, say) if args.cards else []
-    beside_run = seconds_beside(args.calibration, calibration, timed, say) if calibration else []
-    for words in speed.in_words(timed) + on_cards + beside_run + remarks(setup, hf_config, calibration):
+    for words in speed.in_words(timed):
+        print(words)
+    for words in smallest.in_words(predictions, hf_config, say) if args.cards else ():
+        print(words)
+    for words in seconds_beside(args.calibration, calibration, timed, say) if calibration else ():
+        print(words)
+    for words in remarks(setup, hf_config, calibration):
         print(words)
     for arm in [prediction.arm for prediction in predictions] if args.largest else ():
         print(f"{arm}: looking for the largest {args.largest}")
